@@ -1,0 +1,171 @@
+"""The boundary between the HTTP side and the engine side: one protocol and its plain data.
+
+Both sides import this module, so nothing here may reach torch, transformers or FastAPI.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from kvkeep_storage.fingerprint import Fingerprint
+
+Scoring = Literal["exact", "local"]
+FinishReason = Literal["stop", "length"]
+CacheSource = Literal["resident", "store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Half-open character range of the document, ``0 <= start < end``."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSpec:
+    """What the user registered, already one text, and what surrounds it in the prompt."""
+
+    text: str
+    system: str | None = None
+    instructions: str | None = None
+    protect: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionSpec:
+    """How the KV cache is to be compressed. ``ratio`` is the fraction kept, in (0, 1]."""
+
+    policy: Literal["kvzip", "none"] = "kvzip"
+    ratio: float = 0.3
+    scoring: Scoring = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model, as every response and the version page report it."""
+
+    name: str
+    architecture: str
+    device: str
+    dtype: str
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    max_document_tokens: int
+    weights_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What registering needs to know before it answers: lengths and identity."""
+
+    prefix_text: str
+    document_tokens: int
+    protected_tokens: int
+    total_tokens: int
+    policy_applied: str
+    full_bytes: int
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRequest:
+    """One question on one ready context. ``ratio`` is a stored ratio, fixed at admission."""
+
+    tenant: str
+    context_id: str
+    cache_id: str
+    ratio: float
+    question: str
+    system: str | None = None
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    return_token_ids: bool = False
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTimings:
+    """Where the time of a query went; milliseconds, and decode tokens per second."""
+
+    queue_ms: float
+    load_ms: float
+    source: CacheSource
+    prefill_ms: float
+    ttft_ms: float
+    decode_tps: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A piece of the answer, cut at a UTF-8 boundary. ``index`` counts pieces from 0."""
+
+    text: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEvent:
+    """The end of an answer: the whole text, which equals the joined pieces."""
+
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ratio: float
+    timings: QueryTimings
+    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A snapshot for health and tests; every count returns to its idle value."""
+
+    resident_caches: int
+    resident_bytes: int
+    pinned_caches: int
+    running_queries: int
+    waiting_queries: int
+    running_builds: int
+    alive: bool
+
+
+class Worker(Protocol):
+    """Runs one model. Claims builds from the durable queue by itself once started."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    async def prepare(
+        self, tenant: str, document: DocumentSpec, compression: CompressionSpec
+    ) -> Prepared:
+        """Tokenise and identify a document, off the event loop; changes nothing.
+
+        Raises: DocumentTooLong, InvalidRequest (a span outside the document).
+        """
+        ...
+
+    def query(self, request: QueryRequest) -> AsyncIterator[TokenEvent | AnswerEvent]:
+        """Answer one question: token events, then exactly one answer event.
+
+        Closing the iterator (``aclose``) stops the generation within one token.
+        Raises: QuestionTooLong, Overloaded, TemplateChangesPrefix, and storage errors
+        when the cache cannot be loaded. After a corrupt load the context has already
+        been set to ``rebuilding``, and ContextNotReady is raised.
+        """
+        ...
+
+    async def drop(self, tenant: str, cache_id: str) -> None:
+        """Forget a resident cache once its running queries end. Modifies residency only."""
+        ...
+
+    def stats(self) -> WorkerStats: ...
