@@ -1,0 +1,171 @@
+"""Every setting of the server: its unit, default and limit.
+
+Precedence: values handed to `load_settings` (command line), then the environment
+(``KVKEEP_`` + the upper-case name), then the TOML file that ``KVKEEP_CONFIG`` names, then the
+default. Only this file reads the environment.
+"""
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from kvkeep_service.errors import SettingsInvalid
+
+PREFIX = "KVKEEP_"
+# Variables of the same family that other parts read.
+_ELSEWHERE = frozenset({"KVKEEP_CONFIG", "KVKEEP_KERNELS", "KVKEEP_URL"})
+
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+class Settings(BaseSettings):
+    """All knobs, read once at the start and handed down as small values."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True
+    )
+
+    model: str = Field("bundled", min_length=1)
+    """Hub id, directory, GGUF file, or "bundled" for the packaged demo model."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of the engine; None leaves the choice to torch."""
+    model_cache: Folder = Path("~/.cache/kvkeep/models")
+    """Where converted models are kept; never inside the data directory."""
+
+    data: Folder = Path("kvkeep-data")
+    """The data directory of the embedded store: records, objects and one lock file."""
+    redis_url: str | None = Field(None, min_length=1)
+    """A Redis of yours; None runs the embedded server in the data directory."""
+    store: str | None = Field(None, min_length=1)
+    """Object store URL; None keeps objects in the data directory."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    port: int = Field(8000, ge=0, le=65535)
+    """0 takes a free port, which the start line names."""
+    api_key: SecretStr | None = None
+    """The bearer key asked for everywhere but under /health; without it, loopback only."""
+    body_limit_bytes: int = Field(32 * 2**20, ge=1024, le=2**30)
+    default_ttl_seconds: int | None = Field(None, ge=1, le=10 * 365 * 86400)
+    """Expiry after creation of contexts registered without ``expires_after``; None is never."""
+
+    reserve_tokens: int = Field(256, ge=16, le=65536)
+    """Positions kept free for question and answer: a document may use all but these."""
+    build_slice_ms: int = Field(200, ge=10, le=60_000)
+    """The longest a running build may hold the engine between two decode steps."""
+    max_queue: int = Field(64, ge=1, le=100_000)
+    """Queries that may wait for the engine; one more is answered 503 overloaded."""
+    resident_bytes: int = Field(4 * 2**30, ge=0)
+    """Budget for caches held in the engine's memory."""
+    on_corrupt: Literal["rebuild", "fail"] = "rebuild"
+    """What happens to a context whose stored cache is proven wrong."""
+    sweep_interval_seconds: int = Field(60, ge=1, le=86400)
+    sweep_grace_seconds: int = Field(3600, ge=0, le=30 * 86400)
+    """Age an unreferenced generation must have before the sweeper removes it."""
+
+    @model_validator(mode="after")
+    def _check_the_door(self) -> Self:
+        problem = _door_problem(self.host, self.api_key)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order the sources: arguments, environment, then the optional TOML file."""
+        sources = (init_settings, env_settings)
+        path = os.environ.get("KVKEEP_CONFIG")
+        if not path:
+            return sources
+        return (*sources, TomlConfigSettingsSource(settings_cls, toml_file=Path(path)))
+
+
+def load_settings(overrides: Mapping[str, object] | None = None) -> Settings:
+    """Read and check all settings. ``overrides`` are the flags given on the command line.
+
+    Raises: SettingsInvalid, one line per wrong setting: variable, value and limit; also for an
+        unknown ``KVKEEP_`` variable, an unknown key in the file, or an unreadable file.
+    """
+    _refuse_unknown_variables()
+    _refuse_unreadable_file()
+    try:
+        return Settings(**dict(overrides or {}))  # type: ignore[arg-type]  # pydantic checks them
+    except ValidationError as error:
+        # The original would show rejected values, a key among them.
+        raise SettingsInvalid([_line(item) for item in error.errors()]) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse_unknown_variables() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | _ELSEWHERE
+    unknown = sorted(
+        name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known
+    )
+    if unknown:
+        raise SettingsInvalid(
+            [f"{name}: there is no such setting; is it spelled right?" for name in unknown]
+        )
+
+
+def _refuse_unreadable_file() -> None:
+    path = os.environ.get("KVKEEP_CONFIG")
+    if not path:
+        return
+    try:
+        with open(path, "rb") as file:
+            tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsInvalid([f"KVKEEP_CONFIG = {path!r}: cannot be read: {error}"]) from error
+
+
+def _door_problem(host: str, api_key: SecretStr | None) -> str | None:
+    if api_key is None:
+        if is_loopback(host):
+            return None
+        return (
+            f"KVKEEP_HOST = {host!r}: without KVKEEP_API_KEY only a loopback host"
+            " (127.0.0.1, ::1, localhost) is allowed; set a key to open the server"
+        )
+    key = api_key.get_secret_value()
+    if key and all("!" <= character <= "~" for character in key):
+        return None
+    return "KVKEEP_API_KEY: use one or more printable ASCII characters without spaces"
+
+
+def _line(item: ErrorDetails) -> str:
+    if not item["loc"]:
+        return item["msg"].removeprefix("Value error, ")
+    name = str(item["loc"][0])
+    if item["type"] == "extra_forbidden":
+        return f"{name}: there is no such setting"
+    shown = "" if name == "api_key" else f" = {item['input']!r}"
+    return f"{PREFIX}{name.upper()}{shown}: {item['msg']}"

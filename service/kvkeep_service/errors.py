@@ -1,0 +1,349 @@
+"""Everything a request, or the start of the server, can fail with on the service side.
+
+    StartRefused                 the server does not start; never seen over HTTP
+    ├── SettingsInvalid
+    ├── ModelUnsupported
+    └── ModelUnavailable
+    ServiceError                 one request fails
+    ├── Invalid                  fix the request
+    │   ├── InvalidRequest
+    │   ├── InvalidEncoding
+    │   ├── EmptyDocument
+    │   ├── DocumentTooLong
+    │   ├── QuestionTooLong
+    │   ├── BodyTooLarge
+    │   ├── UnsupportedMediaType
+    │   ├── TemplateChangesPrefix
+    │   └── IdempotencyMismatch
+    ├── Unauthenticated
+    ├── Missing                  not there, or no longer
+    │   ├── ModelNotFound
+    │   ├── ContextNotFound
+    │   └── ContextExpired
+    ├── Unsuitable               there, in a state that forbids this
+    │   ├── ContextNotReady
+    │   ├── ContextFailed
+    │   ├── ContextModelMismatch
+    │   └── IdempotencyInFlight
+    └── Busy                     try again later
+        ├── Overloaded
+        └── WorkerUnavailable
+
+Statuses and titles are in ``api/errors.py``. No message carries text of a document, a question
+or an answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+Fact = str | int | float | bool | None
+
+
+class StartRefused(Exception):
+    """The server cannot start as configured; the message says what to change."""
+
+
+class SettingsInvalid(StartRefused):
+    """One or more settings are wrong; the message has one line per setting."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Take one sentence per setting: variable, value and limit."""
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class ModelUnsupported(StartRefused):
+    """The model's architecture is not one this engine serves correctly."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        """Name the model reference and what about it is not supported."""
+        super().__init__(f"model {model!r} is not supported: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+class ModelUnavailable(StartRefused):
+    """The model reference cannot be found, read or downloaded."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        """Name the model reference and why it cannot be had."""
+        super().__init__(f"model {model!r} cannot be loaded: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+class ServiceError(Exception):
+    """A request failed. ``facts`` are the extra members of the problem body."""
+
+    code: ClassVar[str] = "internal"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, detail: str, **facts: Fact) -> None:
+        """Keep the sentence for people and the fields for programs."""
+        super().__init__(detail)
+        self.detail = detail
+        self.facts: Mapping[str, Fact] = facts
+
+
+class Invalid(ServiceError):
+    """The request itself is wrong and fails again unchanged."""
+
+    code = "invalid_request"
+
+
+class InvalidRequest(Invalid):
+    """A field has a value that cannot be accepted. ``field`` is its dotted path."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        """Name the field and the limit it breaks."""
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class InvalidEncoding(Invalid):
+    """Text that is not valid Unicode: bad UTF-8 bytes or a lone surrogate."""
+
+    code = "invalid_encoding"
+
+    def __init__(self, field: str, reason: str) -> None:
+        """Name the field ("body" when no field can be told) and what is wrong in it."""
+        super().__init__(f"{field}: {reason}", field=field)
+        self.field = field
+
+
+class EmptyDocument(Invalid):
+    """The document has no character other than white space."""
+
+    code = "empty_document"
+
+    def __init__(self) -> None:
+        """Nothing to name: the document is all there is."""
+        super().__init__("the document is empty or only white space")
+
+
+class DocumentTooLong(Invalid):
+    """The document, with what surrounds it, does not fit the model's positions."""
+
+    code = "document_too_long"
+
+    def __init__(self, tokens: int, max_tokens: int) -> None:
+        """Both in tokens: what was counted, and the most that is accepted."""
+        super().__init__(
+            f"the document has {tokens} tokens; at most {max_tokens} are accepted",
+            tokens=tokens,
+            max_tokens=max_tokens,
+        )
+        self.tokens = tokens
+        self.max_tokens = max_tokens
+
+
+class QuestionTooLong(Invalid):
+    """The question does not fit the positions that the document leaves."""
+
+    code = "question_too_long"
+
+    def __init__(self, tokens: int, max_tokens: int) -> None:
+        """Both in tokens: what was counted, and the most that is accepted."""
+        super().__init__(
+            f"the question has {tokens} tokens; at most {max_tokens} fit after this document",
+            tokens=tokens,
+            max_tokens=max_tokens,
+        )
+        self.tokens = tokens
+        self.max_tokens = max_tokens
+
+
+class BodyTooLarge(Invalid):
+    """The request body passes the byte limit; it was not read to its end."""
+
+    code = "body_too_large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Name the limit in bytes."""
+        super().__init__(
+            f"the request body is larger than {limit_bytes} bytes", limit_bytes=limit_bytes
+        )
+        self.limit_bytes = limit_bytes
+
+
+class UnsupportedMediaType(Invalid):
+    """The body is not declared as JSON."""
+
+    code = "unsupported_media_type"
+
+    def __init__(self, media_type: str) -> None:
+        """Name the media type that was sent; empty when none was."""
+        super().__init__(f"send application/json, not {media_type or 'a body without a type'!r}")
+        self.media_type = media_type
+
+
+class TemplateChangesPrefix(Invalid):
+    """The chat template renders another document prefix with these query options.
+
+    The stored cache belongs to the prefix it was built from, so the query is refused.
+    """
+
+    code = "template_changes_prefix"
+
+    def __init__(self, field: str) -> None:
+        """Name the option that changed the prefix."""
+        super().__init__(
+            f"{field}: the chat template changes the text before the question with this value",
+            field=field,
+        )
+        self.field = field
+
+
+class IdempotencyMismatch(Invalid):
+    """An idempotency key comes back with another body."""
+
+    code = "idempotency_mismatch"
+
+    def __init__(self) -> None:
+        """The key is the caller's; it is not repeated."""
+        super().__init__("this Idempotency-Key was used with another body")
+
+
+class Unauthenticated(ServiceError):
+    """No key, or one that is not known."""
+
+    code = "unauthenticated"
+
+    def __init__(self) -> None:
+        """Say nothing about what was sent."""
+        super().__init__("send a valid key as 'Authorization: Bearer KEY'")
+
+
+class Missing(ServiceError):
+    """What the request names is not there."""
+
+    code = "not_found"
+
+
+class ModelNotFound(Missing):
+    """Another model than the served one was asked for."""
+
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: str) -> None:
+        """Name both models."""
+        super().__init__(f"model {model!r} is not served here; {served!r} is", served=served)
+        self.model = model
+        self.served = served
+
+
+class ContextNotFound(Missing):
+    """No such context for this tenant; another tenant's looks exactly the same."""
+
+    code = "context_not_found"
+
+    def __init__(self, context_id: str) -> None:
+        """Name the id that was asked for."""
+        super().__init__(f"there is no context {context_id!r}")
+        self.context_id = context_id
+
+
+class ContextExpired(Missing):
+    """The context passed its expiry."""
+
+    code = "context_expired"
+
+    def __init__(self, context_id: str, expired_at: str) -> None:
+        """``expired_at`` is RFC 3339 in UTC."""
+        super().__init__(f"context {context_id!r} expired at {expired_at}", expired_at=expired_at)
+        self.context_id = context_id
+        self.expired_at = expired_at
+
+
+class Unsuitable(ServiceError):
+    """The thing is there, and its state forbids this request."""
+
+    code = "conflict"
+
+
+class ContextNotReady(Unsuitable):
+    """The cache of the context is still being built, or rebuilt."""
+
+    code = "context_not_ready"
+    retryable = True
+
+    def __init__(self, context_id: str, status: str, retry_after_seconds: int = 2) -> None:
+        """Name the status and when asking again makes sense."""
+        super().__init__(f"context {context_id!r} is {status}", status_of_context=status)
+        self.context_id = context_id
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ContextFailed(Unsuitable):
+    """The build of the context failed for good."""
+
+    code = "context_failed"
+
+    def __init__(self, context_id: str, error_code: str, error_detail: str) -> None:
+        """Carry the error the build ended with."""
+        super().__init__(
+            f"context {context_id!r} failed: {error_detail}",
+            error_code=error_code,
+            error_detail=error_detail,
+        )
+        self.context_id = context_id
+
+
+class ContextModelMismatch(Unsuitable):
+    """The context was registered for another model than this server's."""
+
+    code = "context_model_mismatch"
+
+    def __init__(self, context_id: str, model: str, served: str) -> None:
+        """Name both models."""
+        super().__init__(
+            f"context {context_id!r} belongs to model {model!r}; this server has {served!r}",
+            model=model,
+            served=served,
+        )
+        self.context_id = context_id
+
+
+class IdempotencyInFlight(Unsuitable):
+    """The first request with this idempotency key has not been answered yet."""
+
+    code = "idempotency_in_flight"
+    retryable = True
+
+    def __init__(self, retry_after_seconds: int = 1) -> None:
+        """Say when asking again makes sense."""
+        super().__init__("the first request with this Idempotency-Key is still running")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Busy(ServiceError):
+    """The server cannot take this request now."""
+
+    code = "unavailable"
+    retryable = True
+    retry_after_seconds: int = 1
+
+
+class Overloaded(Busy):
+    """As many queries wait as may wait."""
+
+    code = "overloaded"
+
+    def __init__(self, max_queue: int, retry_after_seconds: int = 1) -> None:
+        """Name the limit on waiting queries."""
+        super().__init__(f"{max_queue} queries are waiting already", max_queue=max_queue)
+        self.max_queue = max_queue
+        self.retry_after_seconds = retry_after_seconds
+
+
+class WorkerUnavailable(Busy):
+    """The worker is starting, draining, or has died."""
+
+    code = "worker_unavailable"
+
+    def __init__(self, reason: str, retry_after_seconds: int = 5) -> None:
+        """Say what the worker is doing instead."""
+        super().__init__(f"the worker cannot answer: {reason}")
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
