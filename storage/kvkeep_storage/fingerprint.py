@@ -49,6 +49,7 @@ class Fingerprint:
     tenant_salt: str
 
     def __post_init__(self) -> None:
+        """Check every field and freeze the parameters, sorted by name."""
         for name in _TEXT_FIELDS:
             _check_text(name, getattr(self, name), may_be_empty=name in _MAY_BE_EMPTY)
         for name in _COUNT_FIELDS:
@@ -144,10 +145,9 @@ def _value_parts(value: Parameter) -> tuple[bytes, bytes]:
 
 
 def _check_text(name: str, value: object, *, may_be_empty: bool) -> None:
-    if not isinstance(value, str):
-        raise ValueError(f"fingerprint.{name} must be text, not {value!r}")  # noqa: TRY004
-    if not value and not may_be_empty:
-        raise ValueError(f"fingerprint.{name} must not be empty")
+    if not isinstance(value, str) or not (value or may_be_empty):
+        wanted = "text" if may_be_empty else "text, and not empty"
+        raise ValueError(f"fingerprint.{name} must be {wanted}; it is {value!r}")
 
 
 def _check_spans(spans: tuple[tuple[int, int], ...]) -> None:
@@ -172,9 +172,8 @@ def _check_parameter(name: object, value: object) -> None:
 
 def _without_json_types(content: dict[str, Any]) -> dict[str, Any]:
     """Turn JSON's lists back into spans. Raises: ValueError when they are not pairs."""
-    spans = content["protected"]
-    if not isinstance(spans, list) or not all(isinstance(s, list) and len(s) == 2 for s in spans):
-        raise ValueError("fingerprint.protected must be a list of [start, end] pairs")
-    if not isinstance(content["policy_parameters"], dict):
-        raise ValueError("fingerprint.policy_parameters must be an object")
+    spans, parameters = content["protected"], content["policy_parameters"]
+    are_pairs = isinstance(spans, list) and all(isinstance(s, list) and len(s) == 2 for s in spans)
+    if not are_pairs or not isinstance(parameters, dict):
+        raise ValueError("fingerprint: protected holds [start, end] pairs, policy_parameters names")
     return {**content, "protected": tuple((start, end) for start, end in spans)}
