@@ -26,6 +26,14 @@ class ArtifactInvalid(ValueError):
     """Rows that must not be stored or handed on; names the layer and the broken rule."""
 
 
+class ArtifactDamaged(Exception):
+    """Stored bytes that are not what was written; names the part that differs."""
+
+
+class ArtifactTooNew(Exception):
+    """Stored by a newer version, in a schema that this one does not know."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRows:
     """One layer's rows, head-major.

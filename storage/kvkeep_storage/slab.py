@@ -15,6 +15,7 @@ from safetensors import TensorSpec, serialize
 
 from kvkeep_storage.artifact import (
     ITEM_BYTES,
+    ArtifactDamaged,
     ArtifactInvalid,
     CacheDtype,
     CacheRows,
@@ -28,10 +29,6 @@ SLAB_FORMAT = {"format": "kvkeep-slab-1"}
 # The bits of an exponent: a number is infinite or NaN exactly when all of them are set.
 _EXPONENT_BITS: dict[str, int] = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
 _DTYPE_NAMES: dict[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-class SlabDamaged(Exception):
-    """Bytes that are not what the manifest says; names the part that differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +94,20 @@ def verify_slab(
 
     Shapes: content uint8 [size_bytes]; counts int32 [layers, heads], what the manifest says.
     Returns one view per layer, no copies: ``content`` must not change while they are in use.
-    Raises: SlabDamaged.
+    Raises: ArtifactDamaged.
     """
     if len(content) != digests.size_bytes:
-        raise SlabDamaged(f"size: {len(content)} bytes, not {digests.size_bytes}")
+        raise ArtifactDamaged(f"size: {len(content)} bytes, not {digests.size_bytes}")
     if _digest(content[: digests.header_bytes]) != digests.header_digest:
-        raise SlabDamaged("header: its digest differs")
+        raise ArtifactDamaged("header: its digest differs")
     header = _parse_header(content, digests.header_bytes)
     layers = []
     for index in range(len(counts)):
         count, layer = _layer_views(header, index, counts[index], dtype, head_dim)
         if _digest(count, layer.position, layer.k, layer.v) != digests.layer_digests[index]:
-            raise SlabDamaged(f"layer {index}: its digest differs")
+            raise ArtifactDamaged(f"layer {index}: its digest differs")
         if not np.array_equal(count, counts[index]):
-            raise SlabDamaged(f"layer {index}: its counts differ from the manifest's")
+            raise ArtifactDamaged(f"layer {index}: its counts differ from the manifest's")
         layers.append(layer)
     return tuple(layers)
 
@@ -218,13 +215,13 @@ class _Header:
     data: RowBytes
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowBytes:
-        """Return the bytes of a tensor. Raises: SlabDamaged when it is not as expected."""
+        """Return the bytes of a tensor. Raises: ArtifactDamaged when it is not as expected."""
         entry = self.entries.get(name)
         if entry is None or entry.dtype != dtype or tuple(entry.shape) != shape:
-            raise SlabDamaged(f"{name}: {dtype} {shape} expected, the header says {entry}")
+            raise ArtifactDamaged(f"{name}: {dtype} {shape} expected, the header says {entry}")
         start, end = entry.data_offsets
         if not 0 <= start <= end <= len(self.data):
-            raise SlabDamaged(f"{name}: bytes {start} to {end} lie outside the file")
+            raise ArtifactDamaged(f"{name}: bytes {start} to {end} lie outside the file")
         return self.data[start:end]
 
 
@@ -243,10 +240,10 @@ def _layer_views(
 
 
 def _parse_header(content: RowBytes, header_bytes: int) -> _Header:
-    """Read the header of a slab whose header digest has matched. Raises: SlabDamaged."""
+    """Read the header of a slab whose header digest has matched. Raises: ArtifactDamaged."""
     try:
         entries = _HEADER.validate_json(content[8:header_bytes].tobytes())
     except ValidationError as error:
-        raise SlabDamaged("header: not one that safetensors writes") from error
+        raise ArtifactDamaged("header: not one that safetensors writes") from error
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, _TensorEntry)}
     return _Header(tensors, content[header_bytes:])

@@ -1,0 +1,253 @@
+"""The manifest of one generation: what was stored, and how every byte of it is recognised.
+
+Its own sha256 stands in the cache record, so that a manifest cannot change unseen either.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from kvkeep_storage.artifact import (
+    ArtifactDamaged,
+    ArtifactInvalid,
+    ArtifactTooNew,
+    CacheDtype,
+    CacheRows,
+    Int32Array,
+    check_ratios,
+)
+from kvkeep_storage.fingerprint import Fingerprint
+from kvkeep_storage.slab import SlabDigests
+
+SCHEMA_VERSION = 1
+
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_HeadCounts = tuple[tuple[_Count, ...], ...]
+
+
+def _read_fingerprint(value: object) -> Fingerprint:
+    return value if isinstance(value, Fingerprint) else Fingerprint.from_json(json.dumps(value))
+
+
+def _write_fingerprint(value: Fingerprint) -> dict[str, object]:
+    content: dict[str, object] = json.loads(value.to_json())
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFacts:
+    """What a build knows about its cache beyond the rows.
+
+    ``ratio`` is the kept fraction asked for, ``ratio_achieved`` the measured one. ``timings``
+    are seconds by stage; ``versions`` are package versions by name.
+    """
+
+    fingerprint: Fingerprint
+    tokens_total: int
+    tokens_protected: int
+    ratio: float
+    ratio_achieved: float
+    policy_applied: str
+    timings: Mapping[str, float]
+    versions: Mapping[str, str]
+
+
+class SlabEntry(BaseModel):
+    """One slab's size and digests; see ``SlabDigests``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size_bytes: Annotated[int, Field(gt=0)]
+    header_bytes: Annotated[int, Field(gt=8)]
+    header_digest: _Digest
+    layer_digests: tuple[_Digest, ...]
+
+    @property
+    def digests(self) -> SlabDigests:
+        """The same facts as a plain value."""
+        return SlabDigests(
+            self.size_bytes, self.header_bytes, self.header_digest, self.layer_digests
+        )
+
+
+class Manifest(BaseModel):
+    """Everything a reader must know to trust and use one generation of a cache.
+
+    ``counts`` is [bands][layers][heads], the rows each band adds; ``protected`` is
+    [layers][heads]. ``slabs[i]`` describes band i. ``fidelity`` is not measured yet.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    schema_version: int
+    fingerprint: Annotated[
+        Fingerprint, PlainValidator(_read_fingerprint), PlainSerializer(_write_fingerprint)
+    ]
+    tokens_total: _Count
+    tokens_protected: _Count
+    dtype: CacheDtype
+    num_layers: Annotated[int, Field(ge=1)]
+    num_kv_heads: Annotated[int, Field(ge=1)]
+    head_dim: Annotated[int, Field(ge=1)]
+    ratios: tuple[float, ...]
+    counts: tuple[_HeadCounts, ...]
+    protected: _HeadCounts
+    slabs: tuple[SlabEntry, ...]
+    ratio: Annotated[float, Field(gt=0, le=1)]
+    ratio_achieved: Annotated[float, Field(ge=0, le=1)]
+    policy_applied: str
+    timings: dict[str, float]
+    versions: dict[str, str]
+    created_at: float
+    fidelity: None = None
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> Self:
+        check_ratios(self.ratios)
+        bands, shape = len(self.ratios), (self.num_layers, self.num_kv_heads)
+        if self.counts_array().shape != (bands, *shape) or len(self.slabs) != bands:
+            raise ArtifactInvalid(f"counts, slabs: {bands} bands of {shape} expected")
+        if _head_counts(self.protected).shape != shape:
+            raise ArtifactInvalid(f"protected: {shape} expected")
+        if any(len(slab.layer_digests) != self.num_layers for slab in self.slabs):
+            raise ArtifactInvalid(f"slabs: {self.num_layers} layer digests expected in each")
+        _check_identity(self)
+        return self
+
+    @classmethod
+    def describe(
+        cls,
+        rows: CacheRows,
+        slabs: tuple[SlabDigests, ...],
+        facts: ManifestFacts,
+        *,
+        created_at: float,
+    ) -> Self:
+        """Describe encoded rows. Raises: ArtifactInvalid when rows and facts disagree."""
+        for index, layer in enumerate(rows.layers):
+            if (layer.position >= facts.tokens_total).any():
+                raise ArtifactInvalid(
+                    f"layers.{index:03d}.position: below tokens_total={facts.tokens_total}"
+                )
+        content: dict[str, object] = {
+            "schema_version": SCHEMA_VERSION,
+            "fingerprint": facts.fingerprint,
+            "tokens_total": facts.tokens_total,
+            "tokens_protected": facts.tokens_protected,
+            "dtype": rows.dtype,
+            "num_layers": rows.num_layers,
+            "num_kv_heads": rows.num_kv_heads,
+            "head_dim": rows.head_dim,
+            "ratios": rows.ratios,
+            "counts": rows.counts.tolist(),
+            "protected": rows.protected.tolist(),
+            "slabs": tuple(
+                SlabEntry(
+                    size_bytes=slab.size_bytes,
+                    header_bytes=slab.header_bytes,
+                    header_digest=slab.header_digest,
+                    layer_digests=slab.layer_digests,
+                )
+                for slab in slabs
+            ),
+            "ratio": facts.ratio,
+            "ratio_achieved": facts.ratio_achieved,
+            "policy_applied": facts.policy_applied,
+            "timings": dict(facts.timings),
+            "versions": dict(facts.versions),
+            "created_at": created_at,
+        }
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise ArtifactInvalid(f"manifest: {error}") from error
+
+    @classmethod
+    def decode(cls, content: bytes) -> Self:
+        """Read a stored manifest whose sha256 has matched its record.
+
+        Raises: ArtifactTooNew for a schema this version does not know; ArtifactDamaged for
+        anything that ``encode`` cannot have written.
+        """
+        try:
+            version = _SchemaOnly.model_validate_json(content).schema_version
+        except ValidationError as error:
+            raise ArtifactDamaged("manifest: not JSON with a schema_version") from error
+        if version > SCHEMA_VERSION:
+            raise ArtifactTooNew(
+                f"manifest: schema_version {version}, this version reads {SCHEMA_VERSION}"
+            )
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError as error:
+            raise ArtifactDamaged(f"manifest: {error}") from error
+
+    def encode(self) -> bytes:
+        """Write the manifest as JSON; equal manifests give equal bytes."""
+        return self.model_dump_json(indent=1).encode()
+
+    def counts_array(self) -> Int32Array:
+        """Rows each band adds: int32 [bands, layers, heads]."""
+        return _head_counts(self.counts)
+
+    def protected_array(self) -> Int32Array:
+        """Protected rows: int32 [layers, heads]."""
+        return _head_counts(self.protected)
+
+    def bands(self, ratio: float | None) -> int:
+        """How many bands a stored ratio needs; all of them for None.
+
+        Raises: ValueError when the ratio is not a stored one.
+        """
+        if ratio is None:
+            return len(self.ratios)
+        if ratio not in self.ratios:
+            raise ValueError(f"ratio {ratio} is not stored; stored are {self.ratios}")
+        return self.ratios.index(ratio) + 1
+
+
+def sha256_hex(content: bytes) -> str:
+    """The digest that a cache record keeps of its manifest: sha256, hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+class _SchemaOnly(BaseModel):
+    schema_version: int
+
+
+def _head_counts(counts: object) -> Int32Array:
+    """Turn nested counts into an array. Raises: ArtifactInvalid when they are ragged."""
+    try:
+        return np.array(counts, dtype=np.int32)
+    except ValueError as error:
+        raise ArtifactInvalid("counts, protected: every layer has the same heads") from error
+
+
+def _check_identity(manifest: Manifest) -> None:
+    """A manifest must not disagree with its own fingerprint, whose digest names the cache."""
+    fingerprint = manifest.fingerprint
+    pairs = (
+        ("dtype", manifest.dtype, fingerprint.dtype),
+        ("num_layers", manifest.num_layers, fingerprint.num_layers),
+        ("num_kv_heads", manifest.num_kv_heads, fingerprint.num_kv_heads),
+        ("head_dim", manifest.head_dim, fingerprint.head_dim),
+    )
+    for name, here, there in pairs:
+        if here != there:
+            raise ArtifactInvalid(f"{name}: {here!r} stored, {there!r} in the fingerprint")
+    if manifest.tokens_protected > manifest.tokens_total:
+        raise ArtifactInvalid("tokens_protected: at most tokens_total")
