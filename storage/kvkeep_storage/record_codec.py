@@ -1,0 +1,105 @@
+"""How a record is written as a Redis hash, and read back; pure, no I/O.
+
+Every value is plain text. A field that is None is absent. Floats are written so that reading
+gives the same float; the numbers of a tuple are separated by commas, which a Lua script can
+split; mappings are JSON.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from kvkeep_storage.errors import RecordCorrupt
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record", bound="DataclassInstance")
+
+_WHOLE: Final = frozenset(
+    {
+        "expires_seconds",
+        "tokens_document",
+        "tokens_protected",
+        "tokens_total",
+        "full_bytes",
+        "stored_bytes",
+        "queries",
+    }
+)
+_REAL: Final = frozenset(
+    {
+        "fraction",
+        "created_at",
+        "ready_at",
+        "last_used_at",
+        "expires_at",
+        "committed_at",
+        "ratio",
+        "ratio_achieved",
+    }
+)
+_REALS: Final = frozenset({"ratios", "ratios_available"})
+_MAPPINGS: Final = frozenset({"metadata", "timings"})
+
+
+def to_hash(record: "DataclassInstance") -> dict[str, str]:
+    """Every field of a record that is not None, as text."""
+    stored: dict[str, str] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if value is None:
+            continue
+        if field.name in _REALS:
+            stored[field.name] = ",".join(repr(float(item)) for item in value)
+        elif field.name in _MAPPINGS:
+            stored[field.name] = json.dumps(dict(value), ensure_ascii=False, sort_keys=True)
+        elif field.name in _REAL:
+            stored[field.name] = repr(float(value))
+        else:
+            stored[field.name] = str(value)
+    return stored
+
+
+def from_hash(cls: type[Record], kind: str, stored: Mapping[str, str]) -> Record:
+    """Read what ``to_hash`` wrote; ``kind`` names the record in an error.
+
+    Raises: RecordCorrupt for a field that is unknown, missing or not a value of its kind.
+    """
+    name = f"{kind} record {stored.get('id') or stored.get('cache_id')!r}"
+    known = {field.name for field in fields(cls)}
+    if unknown := sorted(set(stored) - known):
+        raise RecordCorrupt(name, f"unknown fields {', '.join(unknown)}")
+    try:
+        return cls(**{field: _parse(field, text) for field, text in stored.items()})
+    except (TypeError, ValueError) as error:
+        raise RecordCorrupt(name, str(error)) from error
+
+
+def _parse(field: str, text: str) -> Any:
+    if field in _WHOLE:
+        return int(text)
+    if field in _REAL:
+        return _finite(field, text)
+    if field in _REALS:
+        return tuple(_finite(field, item) for item in text.split(",") if item)
+    if field in _MAPPINGS:
+        return _mapping(field, text)
+    return text
+
+
+def _finite(field: str, text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{field} is {text}")
+    return value
+
+
+def _mapping(field: str, text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    wanted = str if field == "metadata" else (int, float)
+    if not isinstance(value, dict) or not all(isinstance(item, wanted) for item in value.values()):
+        raise ValueError(f"{field} is not a mapping of names to values")
+    return value
