@@ -15,23 +15,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkeep_storage.errors import Invalid
+
 CacheDtype = Literal["float32", "bfloat16", "float16"]
 RowBytes: TypeAlias = NDArray[np.uint8]
 Int32Array: TypeAlias = NDArray[np.int32]
 
 ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class ArtifactInvalid(ValueError):
-    """Rows that must not be stored or handed on; names the layer and the broken rule."""
-
-
-class ArtifactDamaged(Exception):
-    """Stored bytes that are not what was written; names the part that differs."""
-
-
-class ArtifactTooNew(Exception):
-    """Stored by a newer version, in a schema that this one does not know."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +44,7 @@ class CacheRows:
     Shapes: counts int32 [bands, layers, heads], the rows each band adds to each head; band 0
     includes the protected rows; protected int32 [layers, heads]. ``ratios`` ascends and names
     the kept fraction that bands 0..i give together.
-    Raises: ArtifactInvalid when any shape, dtype, count or position disagrees.
+    Raises: Invalid when any shape, dtype, count or position disagrees.
     """
 
     dtype: CacheDtype
@@ -94,31 +84,29 @@ class CacheRows:
 
 
 def check_ratios(ratios: tuple[float, ...]) -> None:
-    """Raises: ArtifactInvalid unless ratios ascend strictly inside (0, 1]."""
+    """Raises: Invalid unless ratios ascend strictly inside (0, 1]."""
     if not ratios:
-        raise ArtifactInvalid("ratios: a cache holds at least one band")
+        raise Invalid("ratios", "a cache holds at least one band")
     if any(not 0.0 < ratio <= 1.0 for ratio in ratios):
-        raise ArtifactInvalid(f"ratios: each must lie in (0, 1], not {ratios}")
+        raise Invalid("ratios", f"each must lie in (0, 1], not {ratios}")
     if any(low >= high for low, high in pairwise(ratios)):
-        raise ArtifactInvalid(f"ratios: must ascend, not {ratios}")
+        raise Invalid("ratios", f"must ascend, not {ratios}")
 
 
 def _check_counts(rows: CacheRows) -> None:
     if rows.dtype not in ITEM_BYTES:
-        raise ArtifactInvalid(f"dtype: must be one of {', '.join(ITEM_BYTES)}, not {rows.dtype!r}")
+        raise Invalid("dtype", f"must be one of {', '.join(ITEM_BYTES)}, not {rows.dtype!r}")
     if rows.num_kv_heads < 1 or rows.head_dim < 1 or not rows.layers:
-        raise ArtifactInvalid("num_kv_heads, head_dim and layers: at least one of each")
+        raise Invalid("num_kv_heads, head_dim and layers", "at least one of each")
     shape = (len(rows.ratios), len(rows.layers), rows.num_kv_heads)
     if rows.counts.dtype != np.int32 or rows.counts.shape != shape:
-        raise ArtifactInvalid(f"counts: int32 {shape} expected, not {_described(rows.counts)}")
+        raise Invalid("counts", f"int32 {shape} expected, not {_described(rows.counts)}")
     if rows.protected.dtype != np.int32 or rows.protected.shape != shape[1:]:
-        raise ArtifactInvalid(
-            f"protected: int32 {shape[1:]} expected, not {_described(rows.protected)}"
-        )
+        raise Invalid("protected", f"int32 {shape[1:]} expected, not {_described(rows.protected)}")
     if (rows.counts < 0).any() or (rows.protected < 0).any():
-        raise ArtifactInvalid("counts, protected: never negative")
+        raise Invalid("counts, protected", "never negative")
     if (rows.protected > rows.counts[0]).any():
-        raise ArtifactInvalid("protected: band 0 holds all protected rows, and here it does not")
+        raise Invalid("protected", "band 0 holds all protected rows, and here it does not")
 
 
 def _check_layer(rows: CacheRows, index: int, layer: LayerRows) -> None:
@@ -126,17 +114,18 @@ def _check_layer(rows: CacheRows, index: int, layer: LayerRows) -> None:
     expected = (count, rows.row_bytes)
     for name, part in (("k", layer.k), ("v", layer.v)):
         if part.dtype != np.uint8 or part.shape != expected or not part.flags.c_contiguous:
-            raise ArtifactInvalid(
-                f"layers.{index:03d}.{name}: contiguous uint8 {expected} expected,"
-                f" not {_described(part)}"
+            raise Invalid(
+                f"layers.{index:03d}.{name}",
+                f"contiguous uint8 {expected} expected, not {_described(part)}",
             )
     position = layer.position
     if position.dtype != np.int32 or position.shape != (count,):
-        raise ArtifactInvalid(
-            f"layers.{index:03d}.position: int32 {(count,)} expected, not {_described(position)}"
+        raise Invalid(
+            f"layers.{index:03d}.position",
+            f"int32 {(count,)} expected, not {_described(position)}",
         )
     if (position < 0).any():
-        raise ArtifactInvalid(f"layers.{index:03d}.position: never negative")
+        raise Invalid(f"layers.{index:03d}.position", "never negative")
 
 
 def _described(array: NDArray[np.uint8] | Int32Array) -> str:

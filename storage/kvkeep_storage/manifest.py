@@ -21,14 +21,12 @@ from pydantic import (
 )
 
 from kvkeep_storage.artifact import (
-    ArtifactDamaged,
-    ArtifactInvalid,
-    ArtifactTooNew,
     CacheDtype,
     CacheRows,
     Int32Array,
     check_ratios,
 )
+from kvkeep_storage.errors import Corrupt, Incompatible, Invalid
 from kvkeep_storage.fingerprint import Fingerprint
 from kvkeep_storage.slab import SlabDigests
 
@@ -120,11 +118,11 @@ class Manifest(BaseModel):
         check_ratios(self.ratios)
         bands, shape = len(self.ratios), (self.num_layers, self.num_kv_heads)
         if self.counts_array().shape != (bands, *shape) or len(self.slabs) != bands:
-            raise ArtifactInvalid(f"counts, slabs: {bands} bands of {shape} expected")
+            raise Invalid("counts, slabs", f"{bands} bands of {shape} expected")
         if _head_counts(self.protected).shape != shape:
-            raise ArtifactInvalid(f"protected: {shape} expected")
+            raise Invalid("protected", f"{shape} expected")
         if any(len(slab.layer_digests) != self.num_layers for slab in self.slabs):
-            raise ArtifactInvalid(f"slabs: {self.num_layers} layer digests expected in each")
+            raise Invalid("slabs", f"{self.num_layers} layer digests expected in each")
         _check_identity(self)
         return self
 
@@ -137,12 +135,11 @@ class Manifest(BaseModel):
         *,
         created_at: float,
     ) -> Self:
-        """Describe encoded rows. Raises: ArtifactInvalid when rows and facts disagree."""
+        """Describe encoded rows. Raises: Invalid when rows and facts disagree."""
         for index, layer in enumerate(rows.layers):
             if (layer.position >= facts.tokens_total).any():
-                raise ArtifactInvalid(
-                    f"layers.{index:03d}.position: below tokens_total={facts.tokens_total}"
-                )
+                name = f"layers.{index:03d}.position"
+                raise Invalid(name, f"must be below tokens_total={facts.tokens_total}")
         content: dict[str, object] = {
             "schema_version": SCHEMA_VERSION,
             "fingerprint": facts.fingerprint,
@@ -174,27 +171,25 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            raise ArtifactInvalid(f"manifest: {error}") from error
+            raise Invalid("manifest", str(error)) from error
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
         """Read a stored manifest whose sha256 has matched its record.
 
-        Raises: ArtifactTooNew for a schema this version does not know; ArtifactDamaged for
+        Raises: Incompatible for a schema this version does not know; Corrupt for
         anything that ``encode`` cannot have written.
         """
         try:
             version = _SchemaOnly.model_validate_json(content).schema_version
         except ValidationError as error:
-            raise ArtifactDamaged("manifest: not JSON with a schema_version") from error
+            raise Corrupt("manifest", "not JSON with a schema_version") from error
         if version > SCHEMA_VERSION:
-            raise ArtifactTooNew(
-                f"manifest: schema_version {version}, this version reads {SCHEMA_VERSION}"
-            )
+            raise Incompatible("schema_version", str(version), f"{SCHEMA_VERSION} or older")
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
-            raise ArtifactDamaged(f"manifest: {error}") from error
+            raise Corrupt("manifest", str(error)) from error
 
     def encode(self) -> bytes:
         """Write the manifest as JSON; equal manifests give equal bytes."""
@@ -211,12 +206,12 @@ class Manifest(BaseModel):
     def bands(self, ratio: float | None) -> int:
         """How many bands a stored ratio needs; all of them for None.
 
-        Raises: ValueError when the ratio is not a stored one.
+        Raises: Invalid when the ratio is not a stored one.
         """
         if ratio is None:
             return len(self.ratios)
         if ratio not in self.ratios:
-            raise ValueError(f"ratio {ratio} is not stored; stored are {self.ratios}")
+            raise Invalid("ratio", f"{ratio} is not stored; stored are {self.ratios}")
         return self.ratios.index(ratio) + 1
 
 
@@ -230,11 +225,11 @@ class _SchemaOnly(BaseModel):
 
 
 def _head_counts(counts: object) -> Int32Array:
-    """Turn nested counts into an array. Raises: ArtifactInvalid when they are ragged."""
+    """Turn nested counts into an array. Raises: Invalid when they are ragged."""
     try:
         return np.array(counts, dtype=np.int32)
     except ValueError as error:
-        raise ArtifactInvalid("counts, protected: every layer has the same heads") from error
+        raise Invalid("counts, protected", "every layer has the same heads") from error
 
 
 def _check_identity(manifest: Manifest) -> None:
@@ -248,6 +243,6 @@ def _check_identity(manifest: Manifest) -> None:
     )
     for name, here, there in pairs:
         if here != there:
-            raise ArtifactInvalid(f"{name}: {here!r} stored, {there!r} in the fingerprint")
+            raise Invalid(name, f"{here!r} stored, {there!r} in the fingerprint")
     if manifest.tokens_protected > manifest.tokens_total:
-        raise ArtifactInvalid("tokens_protected: at most tokens_total")
+        raise Invalid("tokens_protected", "at most tokens_total")

@@ -15,14 +15,13 @@ from safetensors import TensorSpec, serialize
 
 from kvkeep_storage.artifact import (
     ITEM_BYTES,
-    ArtifactDamaged,
-    ArtifactInvalid,
     CacheDtype,
     CacheRows,
     Int32Array,
     LayerRows,
     RowBytes,
 )
+from kvkeep_storage.errors import Corrupt, Invalid
 
 SLAB_FORMAT = {"format": "kvkeep-slab-1"}
 
@@ -65,7 +64,7 @@ class HeadSegment:
 def encode_slab(rows: CacheRows, band: int) -> EncodedSlab:
     """Write one band as a safetensors file in memory. Modifies nothing.
 
-    Raises: ArtifactInvalid when a row holds an infinity or NaN: a build gone wrong must not
+    Raises: Invalid when a row holds an infinity or NaN: a build gone wrong must not
     become a stored cache.
     """
     tensors: dict[str, RowBytes | Int32Array] = {}
@@ -94,20 +93,20 @@ def verify_slab(
 
     Shapes: content uint8 [size_bytes]; counts int32 [layers, heads], what the manifest says.
     Returns one view per layer, no copies: ``content`` must not change while they are in use.
-    Raises: ArtifactDamaged.
+    Raises: Corrupt.
     """
     if len(content) != digests.size_bytes:
-        raise ArtifactDamaged(f"size: {len(content)} bytes, not {digests.size_bytes}")
+        raise Corrupt("size", f"{len(content)} bytes, not {digests.size_bytes}")
     if _digest(content[: digests.header_bytes]) != digests.header_digest:
-        raise ArtifactDamaged("header: its digest differs")
+        raise Corrupt("header", "its digest differs")
     header = _parse_header(content, digests.header_bytes)
     layers = []
     for index in range(len(counts)):
         count, layer = _layer_views(header, index, counts[index], dtype, head_dim)
         if _digest(count, layer.position, layer.k, layer.v) != digests.layer_digests[index]:
-            raise ArtifactDamaged(f"layer {index}: its digest differs")
+            raise Corrupt(f"layer {index}", "its digest differs")
         if not np.array_equal(count, counts[index]):
-            raise ArtifactDamaged(f"layer {index}: its counts differ from the manifest's")
+            raise Corrupt(f"layer {index}", "its counts differ from the manifest's")
         layers.append(layer)
     return tuple(layers)
 
@@ -193,7 +192,7 @@ def _check_finite(part: RowBytes, dtype: CacheDtype, name: str) -> None:
     words: NDArray[np.unsignedinteger]
     words = part.view(np.uint32) if ITEM_BYTES[dtype] == 4 else part.view(np.uint16)
     if bool(np.any(np.bitwise_and(words, bits) == bits)):
-        raise ArtifactInvalid(f"{name} holds an infinity or NaN")
+        raise Invalid(name, "holds an infinity or NaN")
 
 
 class _TensorEntry(BaseModel):
@@ -215,13 +214,13 @@ class _Header:
     data: RowBytes
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowBytes:
-        """Return the bytes of a tensor. Raises: ArtifactDamaged when it is not as expected."""
+        """Return the bytes of a tensor. Raises: Corrupt when it is not as expected."""
         entry = self.entries.get(name)
         if entry is None or entry.dtype != dtype or tuple(entry.shape) != shape:
-            raise ArtifactDamaged(f"{name}: {dtype} {shape} expected, the header says {entry}")
+            raise Corrupt(name, f"{dtype} {shape} expected, the header says {entry}")
         start, end = entry.data_offsets
         if not 0 <= start <= end <= len(self.data):
-            raise ArtifactDamaged(f"{name}: bytes {start} to {end} lie outside the file")
+            raise Corrupt(name, f"bytes {start} to {end} lie outside the file")
         return self.data[start:end]
 
 
@@ -240,10 +239,10 @@ def _layer_views(
 
 
 def _parse_header(content: RowBytes, header_bytes: int) -> _Header:
-    """Read the header of a slab whose header digest has matched. Raises: ArtifactDamaged."""
+    """Read the header of a slab whose header digest has matched. Raises: Corrupt."""
     try:
         entries = _HEADER.validate_json(content[8:header_bytes].tobytes())
     except ValidationError as error:
-        raise ArtifactDamaged("header: not one that safetensors writes") from error
+        raise Corrupt("header", "not one that safetensors writes") from error
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, _TensorEntry)}
     return _Header(tensors, content[header_bytes:])
