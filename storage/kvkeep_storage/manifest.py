@@ -204,15 +204,15 @@ class Manifest(BaseModel):
         return _head_counts(self.protected)
 
     def bands(self, ratio: float | None) -> int:
-        """How many bands a stored ratio needs; all of them for None.
+        """How many bands give at least ``ratio``: exactly it, when it is a stored one; None is all.
 
-        Raises: Invalid when the ratio is not a stored one.
+        Raises: Invalid when the cache was built at a lower ratio.
         """
         if ratio is None:
             return len(self.ratios)
-        if ratio not in self.ratios:
-            raise Invalid("ratio", f"{ratio} is not stored; stored are {self.ratios}")
-        return self.ratios.index(ratio) + 1
+        if not 0.0 < ratio <= self.ratios[-1]:
+            raise Invalid("ratio", f"{ratio} is not stored; the cache holds {self.ratios}")
+        return next(band for band, stored in enumerate(self.ratios, 1) if stored >= ratio)
 
 
 def sha256_hex(content: bytes) -> str:

@@ -1,0 +1,177 @@
+"""Local files that survive power loss: the only place that links or renames.
+
+Every write goes: temporary file in the same directory → write → check length → fsync →
+link or rename → fsync directory. A crash before the last but one step leaves a temporary file,
+which ``temporary_files`` finds; a crash after it leaves the whole file. Everything here blocks:
+call it in a thread. The file system must support hard links.
+"""
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TEMPORARY_PREFIX = ".kvkeep-"
+_TEMPORARY_SUFFIX = ".tmp"
+# A directory can vanish between making it and using it, when another process deletes the
+# last file in it; each lost race costs one round.
+_DIRECTORY_RACES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TemporaryFile:
+    """A file that a write left behind, with its size and age."""
+
+    path: Path
+    size_bytes: int
+    age_seconds: float
+
+
+def create(path: Path, content: bytes, *, root: Path) -> None:
+    """Write a new file durably; it is visible whole or not at all.
+
+    Modifies: ``path``, and directories between ``root`` and it.
+    Raises: FileExistsError when ``path`` exists, and changes nothing; OSError.
+    """
+    temporary = _write_temporary(path, content, root)
+    try:
+        # A link fails when the name is taken, where a rename would overwrite it.
+        os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
+    _sync_directories(path.parent, root)
+
+
+def replace(path: Path, content: bytes, *, root: Path) -> None:
+    """Write a file durably over whatever is there; readers see the old or the new one, whole.
+
+    Modifies: ``path``, and directories between ``root`` and it. Raises: OSError.
+    """
+    temporary = _write_temporary(path, content, root)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    _sync_directories(path.parent, root)
+
+
+def delete(path: Path, *, root: Path) -> None:
+    """Remove a file and the directories that it leaves empty; a missing file is success.
+
+    The removal is on disk when this returns. Modifies: ``path`` and its parents below
+    ``root``. Raises: OSError.
+    """
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    # When somebody else removed the emptied directory meanwhile, the file went with it.
+    with suppress(FileNotFoundError):
+        _sync_directory(path.parent)
+    for directory in path.parents:
+        if directory == root or not _remove_if_empty(directory):
+            return
+
+
+def read_exactly(path: Path, into: memoryview, offset: int) -> None:
+    """Fill ``into`` from ``offset`` on. Modifies: ``into``.
+
+    Raises: EOFError when the file ends before that; OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        done = 0
+        while done < len(into):
+            count = os.preadv(descriptor, [into[done:]], offset + done)
+            if count == 0:
+                raise EOFError(f"{path} ends at byte {offset + done}")
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+def temporary_files(root: Path) -> Iterator[TemporaryFile]:
+    """Find every temporary file below ``root`` that a write has left or is still using."""
+    now = time.time()
+    for directory, _, names in os.walk(root):
+        for name in filter(is_temporary, names):
+            path = Path(directory, name)
+            # The write it belongs to may end between the listing and this look.
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                yield TemporaryFile(path, status.st_size, now - status.st_mtime)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file name is one that only unfinished writes have."""
+    return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
+
+
+def _write_temporary(path: Path, content: bytes, root: Path) -> Path:
+    """Write and sync a temporary file beside ``path``; on failure nothing is left of it."""
+    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}")
+    descriptor = _open_new(temporary, root)
+    try:
+        try:
+            _write_all(descriptor, content)
+            if (written := os.fstat(descriptor).st_size) != len(content):
+                raise OSError(f"{temporary}: {written} of {len(content)} bytes arrived")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return temporary
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _open_new(path: Path, root: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for _ in range(_DIRECTORY_RACES):
+        # Never makes the root itself: a store that has vanished must not come back empty.
+        if not root.is_dir():
+            break
+        with suppress(FileNotFoundError):
+            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            return os.open(path, flags, 0o640)
+    raise OSError(errno.ESTALE, "directory has vanished", str(path.parent))
+
+
+def _sync_directories(directory: Path, root: Path) -> None:
+    """Sync a directory and all above it up to ``root``.
+
+    All of them, because another process may have made one and not synced it yet; a sync of an
+    unchanged directory costs next to nothing.
+    """
+    _sync_directory(directory)
+    while directory != root:
+        directory = directory.parent
+        _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_if_empty(directory: Path) -> bool:
+    try:
+        directory.rmdir()
+    except OSError:
+        # In use again, or already gone: either way it is not ours to remove.
+        return False
+    return True
