@@ -1,0 +1,1 @@
+"""Tensor functions over ragged KV caches: attention, KVzip scoring, selection, compaction."""

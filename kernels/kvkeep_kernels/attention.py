@@ -1,0 +1,182 @@
+"""Attention over ragged context rows and dense tails, merged by log-sum-exp.
+
+Every function splits the keys into parts, attends to each part alone, and merges the partial
+outputs exactly. On a CPU a part is one call of torch's flash attention, the only stock kernel
+that also returns its log-sum-exp; rows of the query group are folded into query rows, because
+one query row per call is several times slower there.
+
+Source: FlashDecoding split-K; the merge is FlashInfer's "recursive attention".
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.layout import DenseKV, RaggedKV, ShapeError
+
+
+class Attended(NamedTuple):
+    """An attention output and its log-sum-exp.
+
+    Shapes: out [num_q_heads, tokens, head_dim] in q's dtype; lse [num_q_heads, tokens] fp32.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def ragged_decode(
+    q: Tensor, context: RaggedKV, tails: Sequence[DenseKV], *, scale: float
+) -> Tensor:
+    """Attend one new token of every member over the shared context and its own tail.
+
+    Shapes: q [members, num_q_heads, head_dim]; context as ``RaggedKV``; tails[i].k
+        [num_kv_heads, tail_tokens_i, head_dim], each with the new token's own row last.
+    Dtypes: q, k, v alike (bf16 | fp16 | fp32); sums in fp32. Returns q's shape and dtype.
+    Modifies: nothing. The context's rows are read once for all members.
+    Raises: ShapeError, naming the tensor, its shape and the expected one.
+    """
+    members, num_q_heads, head_dim = q.shape
+    _check_heads(num_q_heads, head_dim, context.num_kv_heads, context.head_dim)
+    if len(tails) != members or any(tail.tokens < 1 for tail in tails):
+        raise ShapeError("tails", [t.tokens for t in tails], f"{members} tails of 1 or more")
+    group_size = num_q_heads // context.num_kv_heads
+    # [heads, members * group, d]: one tile of query rows per KV head.
+    by_head = (
+        q.unflatten(1, (context.num_kv_heads, group_size))
+        .transpose(0, 1)
+        .reshape(context.num_kv_heads, members * group_size, head_dim)
+    )
+    shared = _context_part(by_head, context, scale)
+    parts = []
+    for member, tail in enumerate(tails):
+        rows = slice(member * group_size, (member + 1) * group_size)
+        own = _flash(by_head[:, rows], tail.k, tail.v, scale)
+        parts.append(_merge([Attended(shared.out[:, rows], shared.lse[:, rows]), own]).out)
+    return torch.stack([part.reshape(num_q_heads, head_dim) for part in parts])
+
+
+def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
+    """Attend a question's new tokens: the whole context is visible, the tail causally.
+
+    Shapes: q [num_q_heads, tokens, head_dim]; tail.k [num_kv_heads, tail_tokens, head_dim]
+        with the new tokens' own rows last, tail_tokens >= tokens.
+    Dtypes, Modifies, Raises: as ``ragged_decode``. Returns q's shape and dtype.
+    """
+    num_q_heads, tokens, head_dim = q.shape
+    _check_heads(num_q_heads, head_dim, context.num_kv_heads, context.head_dim)
+    folded = q.reshape(context.num_kv_heads, -1, head_dim)
+    over_context = _unfold(_context_part(folded, context, scale), num_q_heads, tokens)
+    return _merge([over_context, *_causal_parts(q, tail, scale)]).out
+
+
+def dense_prefill(
+    q: Tensor, own: DenseKV, *, visible: Sequence[DenseKV] = (), scale: float
+) -> Attended:
+    """Attend new tokens over whole visible pieces of an uncompressed cache, and causally to own.
+
+    Shapes: q [num_q_heads, tokens, head_dim]; own.k [num_kv_heads, own_tokens, head_dim] with
+        the new tokens' rows last; visible pieces likewise, of any length.
+    Dtypes, Modifies, Raises: as ``ragged_decode``. Returns the output with its log-sum-exp over
+        everything attended, which KVzip scoring re-uses.
+    """
+    num_q_heads, tokens, head_dim = q.shape
+    _check_heads(num_q_heads, head_dim, own.k.shape[0], own.k.shape[2])
+    folded = q.reshape(own.k.shape[0], -1, head_dim)
+    parts = [
+        _unfold(_flash(folded, piece.k, piece.v, scale), num_q_heads, tokens)
+        for piece in visible
+        if piece.tokens
+    ]
+    return _merge([*parts, *_causal_parts(q, own, scale)])
+
+
+def _check_heads(num_q_heads: int, head_dim: int, num_kv_heads: int, kv_head_dim: int) -> None:
+    if num_q_heads % num_kv_heads or head_dim != kv_head_dim:
+        raise ShapeError(
+            "q", (num_q_heads, head_dim), f"a multiple of {num_kv_heads} heads of {kv_head_dim}"
+        )
+
+
+def _context_part(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:
+    """Attend [heads, rows, d] query rows to each head's own run; empty heads get lse = -inf."""
+    heads, rows, _ = by_head.shape
+    out = torch.zeros_like(by_head)
+    lse = torch.full((heads, rows), -torch.inf, device=by_head.device)
+    starts, lengths = context.start.tolist(), context.length.tolist()
+    for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if length:
+            run = slice(start, start + length)
+            part = _flash(by_head[head, None], context.k[None, run], context.v[None, run], scale)
+            out[head], lse[head] = part.out[0], part.lse[0]
+    return Attended(out, lse)
+
+
+def _causal_parts(q: Tensor, tail: DenseKV, scale: float) -> list[Attended]:
+    """The tail before the new tokens, wholly visible, and the new tokens among themselves."""
+    num_q_heads, tokens, head_dim = q.shape
+    num_kv_heads = tail.k.shape[0]
+    earlier = tail.tokens - tokens
+    if earlier < 0:
+        raise ShapeError("tail tokens", tail.tokens, f"at least the {tokens} new tokens")
+    parts = []
+    if earlier:
+        folded = q.reshape(num_kv_heads, -1, head_dim)
+        before = _flash(folded, tail.k[:, :earlier], tail.v[:, :earlier], scale)
+        parts.append(_unfold(before, num_q_heads, tokens))
+    # A causal mask is square, so the group cannot be folded into rows here: expand instead.
+    grouped = q.unflatten(0, (num_kv_heads, -1))
+    shape = (num_kv_heads, grouped.shape[1], tokens, head_dim)
+    k = tail.k[:, None, earlier:].expand(shape)
+    v = tail.v[:, None, earlier:].expand(shape)
+    out, lse = _flash_call(grouped, k, v, scale, is_causal=True)
+    parts.append(Attended(out.flatten(0, 1), lse.flatten(0, 1)))
+    return parts
+
+
+def _flash(rows: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
+    """Unmasked attention of [heads, rows, d] over [heads, keys, d]."""
+    out, lse = _flash_call(rows[None], k[None], v[None], scale, is_causal=False)
+    return Attended(out[0], lse[0])
+
+
+def _flash_call(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, scale=scale
+        )
+    else:
+        logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+        if is_causal:
+            logits.masked_fill_(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        lse = torch.logsumexp(logits, dim=-1)
+        out = torch.matmul(torch.exp(logits - lse[..., None]), v.float()).to(q.dtype)
+    return out, lse
+
+
+def _unfold(part: Attended, num_q_heads: int, tokens: int) -> Attended:
+    """[heads, group * tokens, ...] back to [num_q_heads, tokens, ...]."""
+    return Attended(
+        part.out.reshape(num_q_heads, tokens, -1), part.lse.reshape(num_q_heads, tokens)
+    )
+
+
+def _merge(parts: Sequence[Attended]) -> Attended:
+    """Join partial softmaxes exactly; a part with lse = -inf has no weight.
+
+    At least one part must have a finite lse for every row (the token's own row sees to that).
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([part.lse for part in parts])
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - lse)
+    out = sum(
+        (weight[..., None] * part.out.float() for weight, part in zip(weights, parts, strict=True)),
+        start=torch.zeros_like(parts[0].out, dtype=torch.float32),
+    )
+    return Attended(out.to(parts[0].out.dtype), lse)

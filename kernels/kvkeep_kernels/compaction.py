@@ -1,0 +1,157 @@
+"""Selection of the rows to keep, by one total order, and their gather into ragged runs.
+
+The order (``02-kvzip`` of the design): each head's best unprotected row first, by score; then
+all others by score descending, layer, head, position. A ratio keeps a prefix of that order, so
+every lower ratio is a prefix of every higher one, floors included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.layout import DenseKV, RaggedKV, ShapeError
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rows stay, ordered and banded.
+
+    positions[layer] [rows] int64: head after head; inside a head the protected positions
+        ascending, then importance descending.
+    counts [bands, layers, heads] int32: rows each band adds; band 0 includes the protected.
+    ratios: the fraction kept at the end of each band, ascending; the last is the built ratio.
+    num_protected: protected positions per head.
+    num_selected: unprotected rows kept over all layers and heads; num_eligible: of how many.
+    """
+
+    positions: tuple[Tensor, ...]
+    counts: Tensor
+    ratios: tuple[float, ...]
+    num_protected: int
+    num_selected: int
+    num_eligible: int
+
+    @property
+    def ratio_achieved(self) -> float:
+        """Kept over eligible rows, protected ones apart; 1.0 when nothing was eligible."""
+        return self.num_selected / self.num_eligible if self.num_eligible else 1.0
+
+
+def kept_count(ratio: float, num_heads_total: int, num_eligible_tokens: int) -> int:
+    """Rows that ``ratio`` (fraction kept) keeps: rounded half up, at least one per head."""
+    eligible = num_heads_total * num_eligible_tokens
+    return min(eligible, max(num_heads_total, int(ratio * eligible + 0.5)))
+
+
+def select(scores: Tensor, protected: Tensor, ratios: Sequence[float]) -> Selection:
+    """Choose rows over all layers and heads at once.
+
+    Shapes: scores [layers, heads, tokens] fp32, finite where not protected; protected [tokens]
+        bool. ratios ascending in (0, 1]; the last decides what is kept, the others cut bands.
+    Modifies: nothing. Ties are broken by (layer, head, position), never by memory order.
+    Raises: ShapeError, when shapes disagree, ratios do not ascend, or a score is not finite.
+    """
+    num_layers, num_heads, num_tokens = scores.shape
+    _check_selection(scores, protected, ratios)
+    free = torch.nonzero(~protected).flatten()
+    eligible = scores.float()[:, :, free].flatten(0, 1)  # [layers * heads, free tokens]
+    total_heads, num_free = eligible.shape
+    if num_free == 0:
+        return keep_all(num_layers, num_heads, num_tokens, int(protected.sum()))
+    order = torch.sort(eligible.flatten(), descending=True, stable=True).indices
+    # Not argmax, which promises no rule for ties: a head's best is its first in the stable order.
+    best = _first_per_head(order, num_free, total_heads)
+    is_floor = torch.zeros(total_heads * num_free, dtype=torch.bool, device=scores.device)
+    is_floor[best] = True
+    order = torch.cat([order[is_floor[order]], order[~is_floor[order]]])
+    limits = [kept_count(ratio, total_heads, num_free) for ratio in ratios]
+    kept = order[: limits[-1]]
+    return _banded(kept, limits, tuple(ratios), scores.shape, free, protected)
+
+
+def keep_all(num_layers: int, num_heads: int, num_tokens: int, num_protected: int) -> Selection:
+    """The selection that evicts nothing: every row, in position order, one band of ratio 1."""
+    every = torch.arange(num_tokens).repeat(num_heads)
+    eligible = num_layers * num_heads * (num_tokens - num_protected)
+    counts = torch.full((1, num_layers, num_heads), num_tokens, dtype=torch.int32)
+    return Selection((every,) * num_layers, counts, (1.0,), num_protected, eligible, eligible)
+
+
+def compact(cache: DenseKV, positions: Tensor, length: Tensor) -> RaggedKV:
+    """Gather one layer's kept rows into head-major, importance-ordered runs.
+
+    Shapes: cache.k [num_kv_heads, tokens, head_dim]; positions [rows] as in ``Selection``;
+        length [num_kv_heads], rows of each head. Returns new buffers that alias nothing.
+    Raises: ShapeError, when the lengths do not add up to the positions.
+    """
+    num_kv_heads, _, _ = cache.k.shape
+    if length.shape != (num_kv_heads,) or int(length.sum()) != len(positions):
+        raise ShapeError("length", length.tolist(), f"{num_kv_heads} adding to {len(positions)}")
+    device = cache.k.device
+    head = torch.repeat_interleave(torch.arange(num_kv_heads), length.cpu().long()).to(device)
+    where = positions.to(device)
+    start = torch.cumsum(length, dim=0) - length
+    return RaggedKV(
+        cache.k[head, where],
+        cache.v[head, where],
+        start.to(device=device, dtype=torch.int32),
+        length.to(device=device, dtype=torch.int32),
+    )
+
+
+def _check_selection(scores: Tensor, protected: Tensor, ratios: Sequence[float]) -> None:
+    if protected.shape != scores.shape[2:] or protected.dtype != torch.bool:
+        raise ShapeError("protected", tuple(protected.shape), tuple(scores.shape[2:]))
+    ascending = all(low < high for low, high in zip(ratios, ratios[1:], strict=False))
+    if not ratios or not ascending or not 0 < ratios[0] <= ratios[-1] <= 1:
+        raise ShapeError("ratios", tuple(ratios), "ascending within (0, 1]")
+    if not bool(torch.isfinite(scores[:, :, ~protected]).all()):
+        raise ShapeError("scores", "a value that is not finite", "finite unprotected scores")
+
+
+def _first_per_head(order: Tensor, num_free: int, total_heads: int) -> Tensor:
+    """Flat index of each head's first entry in ``order``. Returns [total_heads]."""
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    first_rank = rank.reshape(total_heads, num_free).amin(dim=1)
+    return order[first_rank]
+
+
+def _banded(
+    kept: Tensor,
+    limits: Sequence[int],
+    ratios: tuple[float, ...],
+    shape: torch.Size,
+    free: Tensor,
+    protected: Tensor,
+) -> Selection:
+    """Turn ranked flat indices into per-layer positions and per-band counts."""
+    num_layers, num_heads, _ = shape
+    total_heads, num_free = num_layers * num_heads, len(free)
+    head_of = kept // num_free
+    rank = torch.arange(len(kept), device=kept.device)
+    band_of = torch.searchsorted(torch.tensor(limits, device=kept.device), rank, right=True)
+    counts = torch.bincount(band_of * total_heads + head_of, minlength=len(limits) * total_heads)
+    counts = counts.reshape(len(limits), num_layers, num_heads)
+    fixed = torch.nonzero(protected).flatten()
+    counts[0] += len(fixed)
+    by_head = torch.sort(head_of, stable=True).indices
+    ranked = torch.split(
+        free[kept[by_head] % num_free], torch.bincount(head_of, minlength=total_heads).tolist()
+    )
+    positions = tuple(
+        torch.cat(
+            [rows for head in range(num_heads) for rows in (fixed, ranked[layer * num_heads + head])]
+        )
+        for layer in range(num_layers)
+    )
+    return Selection(
+        positions,
+        counts.to(device="cpu", dtype=torch.int32),
+        ratios,
+        len(fixed),
+        len(kept),
+        total_heads * num_free,
+    )

@@ -1,0 +1,92 @@
+"""The fp32 oracle of every operation: obviously right, never fast, used by tests only.
+
+Nothing here shares code with the paths it checks.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.layout import DenseKV, RaggedKV
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Softmax attention of one query row over some rows of one head.
+
+    Shapes: q [head_dim]; k, v [rows, head_dim], rows >= 1. Returns [head_dim] fp32.
+    """
+    weights = torch.softmax((k.float() @ q.float()) * scale, dim=0)
+    return weights @ v.float()
+
+
+def ragged_decode(
+    q: Tensor, context: RaggedKV, tails: Sequence[DenseKV], *, scale: float
+) -> Tensor:
+    """Oracle of ``attention.ragged_decode``; same shapes, returns fp32."""
+    out = torch.empty_like(q, dtype=torch.float32)
+    group_size = q.shape[1] // context.num_kv_heads
+    for member, tail in enumerate(tails):
+        for q_head in range(q.shape[1]):
+            head = q_head // group_size
+            k, v = context.head_rows(head)
+            keys, values = torch.cat([k, tail.k[head]]), torch.cat([v, tail.v[head]])
+            out[member, q_head] = attend_rows(q[member, q_head], keys, values, scale=scale)
+    return out
+
+
+def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
+    """Oracle of ``attention.ragged_prefill``; same shapes, returns fp32."""
+    num_tokens = q.shape[1]
+    hidden = tail.tokens - num_tokens
+    rows = []
+    for token in range(num_tokens):
+        seen = hidden + token + 1
+        visible = DenseKV(tail.k[:, :seen], tail.v[:, :seen])
+        rows.append(ragged_decode(q[None, :, token], context, [visible], scale=scale)[0])
+    return torch.stack(rows, dim=1)
+
+
+def chunk_max_attention(
+    q: Tensor, k_prefix: Tensor, k_chunk: Tensor, k_repeat: Tensor, *, scale: float
+) -> Tensor:
+    """Oracle of ``scoring.chunk_max_attention`` with the whole matrix in memory.
+
+    Shapes as there, with q covering every repeat row. Returns [num_kv_heads, chunk] fp32.
+    """
+    num_kv_heads, chunk = k_chunk.shape[0], k_chunk.shape[1]
+    num_rows = q.shape[1]
+    group_size = q.shape[0] // num_kv_heads
+    keys = torch.cat([k_prefix, k_chunk, k_repeat], dim=1).float()
+    grouped = q.float().unflatten(0, (num_kv_heads, group_size))
+    logits = torch.einsum("hgqd,hkd->hgqk", grouped, keys) * scale
+    first_repeat = k_prefix.shape[1] + chunk
+    future = torch.ones(num_rows, num_rows, dtype=torch.bool).triu(1)
+    logits[..., first_repeat:].masked_fill_(future, -math.inf)
+    weights = torch.softmax(logits, dim=-1)
+    columns = weights[..., k_prefix.shape[1] : first_repeat]
+    return columns.amax(dim=(1, 2))
+
+
+def total_order(scores: Tensor, protected: Tensor) -> list[tuple[int, int, int]]:
+    """Oracle of the selection order: every unprotected (layer, head, position), best first.
+
+    Shapes: scores [layers, heads, tokens]; protected [tokens] bool.
+    """
+    num_layers, num_heads, num_tokens = scores.shape
+    free = [token for token in range(num_tokens) if not protected[token]]
+    entries = [
+        (-float(scores[layer, head, token]), layer, head, token)
+        for layer in range(num_layers)
+        for head in range(num_heads)
+        for token in free
+    ]
+    entries.sort()
+    seen: set[tuple[int, int]] = set()
+    floors, others = [], []
+    for _, layer, head, token in entries:
+        target = others if (layer, head) in seen else floors
+        seen.add((layer, head))
+        target.append((layer, head, token))
+    return floors + others

@@ -1,0 +1,181 @@
+"""A build: prefill a document, let the policy choose, keep the chosen rows, free the rest.
+
+A build is a generator of bounded work items, so that questions are answered between them and
+it can be abandoned at any of them. Slices have a fixed size, whatever else is running: the same
+document gives the same cache, bit for bit, when it is rebuilt.
+"""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.attention import dense_prefill
+from kvkeep_kernels.compaction import Selection, compact, keep_all, select
+from kvkeep_service.engine.cache import FullCache, ResidentContext
+from kvkeep_service.engine.model import LanguageModel
+
+SLICE_TOKENS = 256
+"""Tokens of one work item: bounds how long a running answer waits for a build."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a build is: stage, and fraction of the whole build's work in [0, 1]."""
+
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentTokens:
+    """A document as the model sees it.
+
+    prefix_ids come before it and are never evicted; protected marks the document's own tokens
+    (bool [document tokens]) that must stay too.
+    """
+
+    prefix_ids: Sequence[int]
+    ids: Sequence[int]
+    protected: Tensor
+
+    @property
+    def num_prefix(self) -> int:
+        return len(self.prefix_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prefix_ids) + len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltCache:
+    """What a build gives: the resident context, how it was selected, and where time went."""
+
+    context: ResidentContext
+    selection: Selection
+    policy_applied: str
+    timings: dict[str, float]
+
+
+class ScoringPolicy(Protocol):
+    """A rule that says how much each document token matters to each head."""
+
+    name: str
+
+    def score(
+        self, model: LanguageModel, cache: FullCache, document: DocumentTokens
+    ) -> Generator[float, None, Tensor]:
+        """Yield the fraction done after each bounded work item; return the scores.
+
+        Returns [layers, kv_heads, document tokens] fp32, finite, higher is kept.
+        """
+        ...
+
+
+def build(
+    model: LanguageModel,
+    document: DocumentTokens,
+    *,
+    policy: ScoringPolicy | None,
+    ratios: Sequence[float],
+) -> Generator[Progress, None, BuiltCache]:
+    """Read a document and compress its cache to the highest of ``ratios`` (fractions kept).
+
+    With no policy every row stays. Yields after each work item; the full cache is freed layer
+    by layer while the kept rows are gathered.
+    Raises: RatioMissed, when the selection does not keep what was asked.
+    """
+    started = time.perf_counter()
+    shape = model.shape
+    cache = FullCache(shape, document.num_tokens, dtype=model.dtype, device=model.device)
+    share = 0.5 if policy else 0.95
+    for fraction in _prefill(model, cache, document):
+        yield Progress("prefill", share * fraction)
+    prefilled = time.perf_counter()
+    selection = yield from _selection(model, cache, document, policy, ratios)
+    scored = time.perf_counter()
+    lengths = selection.counts.sum(dim=0, dtype=torch.int32)
+    layers = []
+    for layer in range(shape.num_layers):
+        rows = cache.rows(layer, 0, document.num_tokens)
+        layers.append(compact(rows, selection.positions[layer], lengths[layer]))
+        cache.release(layer)
+        yield Progress("compacting", 0.95 + 0.05 * (layer + 1) / shape.num_layers)
+    context = ResidentContext(
+        tuple(layers), selection.counts, selection.ratios, document.num_tokens
+    )
+    timings = {
+        "prefill_s": prefilled - started,
+        "score_s": scored - prefilled,
+        "compact_s": time.perf_counter() - scored,
+    }
+    return BuiltCache(context, selection, policy.name if policy else "none", timings)
+
+
+class PrefillPass:
+    """Document tokens from ``first`` on: written to the full cache, attending causally."""
+
+    def __init__(self, cache: FullCache, first: int) -> None:
+        self._cache = cache
+        self._first = first
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As ``AttentionPass.attend``, batch 1. Modifies the full cache."""
+        self._cache.write(layer, self._first, k[0], v[0])
+        own = self._cache.rows(layer, 0, self._first + k.shape[2])
+        return dense_prefill(q[0], own, scale=scale).out[None]
+
+
+def _prefill(
+    model: LanguageModel, cache: FullCache, document: DocumentTokens
+) -> Generator[float, None, None]:
+    ids = torch.tensor([[*document.prefix_ids, *document.ids]])
+    total = ids.shape[1]
+    for first in range(0, total, SLICE_TOKENS):
+        piece = ids[:, first : first + SLICE_TOKENS]
+        last = first + piece.shape[1]
+        model.hidden(piece, torch.arange(first, last)[None], PrefillPass(cache, first))
+        yield last / total
+
+
+def _selection(
+    model: LanguageModel,
+    cache: FullCache,
+    document: DocumentTokens,
+    policy: ScoringPolicy | None,
+    ratios: Sequence[float],
+) -> Generator[Progress, None, Selection]:
+    shape, num_prefix = model.shape, document.num_prefix
+    fixed = num_prefix + int(document.protected.sum())
+    if policy is None:
+        return keep_all(shape.num_layers, shape.num_kv_heads, document.num_tokens, fixed)
+    scoring = policy.score(model, cache, document)
+    while True:
+        try:
+            yield Progress("scoring", 0.5 + 0.45 * next(scoring))
+        except StopIteration as finished:
+            scores: Tensor = finished.value
+            break
+    whole = torch.zeros(shape.num_layers, shape.num_kv_heads, document.num_tokens)
+    whole[:, :, num_prefix:] = scores
+    protected = torch.ones(document.num_tokens, dtype=torch.bool)
+    protected[num_prefix:] = document.protected
+    selection = select(whole, protected, ratios)
+    _check_achieved(selection, ratios[-1])
+    return selection
+
+
+class RatioMissed(RuntimeError):
+    """The selection kept another share than asked: a scorer that silently did nothing."""
+
+
+def _check_achieved(selection: Selection, ratio: float) -> None:
+    heads = selection.counts.shape[1] * selection.counts.shape[2]
+    # Rounding moves the count by half a row; the floor keeps one row per head.
+    allowed = max(0.5, heads - ratio * selection.num_eligible)
+    if abs(selection.num_selected - ratio * selection.num_eligible) > allowed:
+        raise RatioMissed(f"kept {selection.ratio_achieved:.5f} of the rows, asked {ratio}")

@@ -1,0 +1,129 @@
+"""The KV that the engine owns: a document's full cache, a query's tail, a resident context."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_service.engine.model import ModelShape
+
+_MIN_CAPACITY = 64
+
+
+class FullCache:
+    """The uncompressed KV of a document while it is built: per layer [heads, tokens, head_dim]."""
+
+    def __init__(
+        self, shape: ModelShape, tokens: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate every layer at once, so that running out of memory shows before the work."""
+        size = (2, shape.num_kv_heads, tokens, shape.head_dim)
+        self._layers: list[Tensor | None] = [
+            torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)
+        ]
+
+    def write(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+        """Store rows [heads, tokens, head_dim] at token ``first`` and on. Modifies the cache."""
+        kv = self._kv(layer)
+        kv[0, :, first : first + k.shape[1]] = k
+        kv[1, :, first : first + v.shape[1]] = v
+
+    def rows(self, layer: int, first: int, last: int) -> DenseKV:
+        """Tokens ``first`` to ``last`` (exclusive) of one layer, as views."""
+        kv = self._kv(layer)
+        return DenseKV(kv[0, :, first:last], kv[1, :, first:last])
+
+    def release(self, layer: int) -> None:
+        """Free one layer; reading it afterwards is a programming error."""
+        self._layers[layer] = None
+
+    def _kv(self, layer: int) -> Tensor:
+        kv = self._layers[layer]
+        assert kv is not None, f"layer {layer} was released"
+        return kv
+
+
+class Tail:
+    """The KV of one query, or of one repeat input: private, grown by doubling, short-lived.
+
+    A forward writes every layer at ``tokens`` and then calls ``extend`` once, so a forward that
+    fails half-way leaves the tail as it was.
+    """
+
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Start empty."""
+        self._shape = shape
+        self._dtype, self._device = dtype, device
+        self._kv = self._allocate(_MIN_CAPACITY)
+        self.tokens = 0
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` more rows per head. Modifies capacity only."""
+        needed, capacity = self.tokens + tokens, self._kv.shape[3]
+        if needed > capacity:
+            grown = self._allocate(max(needed, 2 * capacity))
+            grown[:, :, :, : self.tokens] = self._kv[:, :, :, : self.tokens]
+            self._kv = grown
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> DenseKV:
+        """Store new rows [heads, tokens, head_dim] and return the whole tail with them."""
+        end = self.tokens + k.shape[1]
+        self._kv[layer, 0, :, self.tokens : end] = k
+        self._kv[layer, 1, :, self.tokens : end] = v
+        return DenseKV(self._kv[layer, 0, :, :end], self._kv[layer, 1, :, :end])
+
+    def extend(self, tokens: int) -> None:
+        """Count the rows that every layer has now written."""
+        self.tokens += tokens
+
+    def _allocate(self, capacity: int) -> Tensor:
+        shape = self._shape
+        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextView:
+    """A context at one ratio, as attention reads it: layers, and the position that follows."""
+
+    layers: tuple[RaggedKV, ...]
+    num_tokens: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentContext:
+    """A compressed cache in memory, read-only, shared by every query on it.
+
+    Shapes: counts [bands, layers, heads] int32, rows each band adds; ratios name the bands.
+    ``num_tokens`` is the document's length with its prefix (N): the position where questions
+    start, however few rows are kept.
+    """
+
+    layers: tuple[RaggedKV, ...]
+    counts: Tensor
+    ratios: tuple[float, ...]
+    num_tokens: int
+    _views: dict[float, ContextView] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of K and V held in memory."""
+        return sum(layer.size_bytes for layer in self.layers)
+
+    def view(self, ratio: float) -> ContextView:
+        """The context at a stored ratio: the same buffers, shorter runs; made once per ratio.
+
+        Raises: KeyError, when ``ratio`` is not one of ``ratios``.
+        """
+        if ratio not in self.ratios:
+            raise KeyError(ratio)
+        if ratio not in self._views:
+            lengths = self.counts[: self.ratios.index(ratio) + 1].sum(dim=0, dtype=torch.int32)
+            layers = tuple(
+                rows.truncated(length.to(rows.start.device))
+                for rows, length in zip(self.layers, lengths, strict=True)
+            )
+            self._views[ratio] = ContextView(layers, self.num_tokens, ratio)
+        return self._views[ratio]

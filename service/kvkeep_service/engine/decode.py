@@ -1,0 +1,155 @@
+"""Sequences and their forwards: a question's tokens in slices, then one token for all at once."""
+
+import time
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.attention import ragged_decode, ragged_prefill
+from kvkeep_service.engine.cache import ContextView, Tail
+from kvkeep_service.engine.detokenize import TextStream
+from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.sampling import Sampler, SamplingOptions
+from kvkeep_service.ports import FinishReason
+
+QUESTION_SLICE_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOptions:
+    """What a query asks of the engine. ``stop`` holds non-empty strings."""
+
+    max_tokens: int
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    stop: tuple[str, ...] = ()
+
+
+class Sequence:
+    """One running query: its question, its tail, its text so far.
+
+    Positions continue at the document's length N, however few of its rows were kept.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        context: ContextView,
+        question_ids: Several[int],
+        options: SequenceOptions,
+        *,
+        tokenizer: Any,
+        stop_ids: frozenset[int],
+    ) -> None:
+        """``question_ids`` holds at least one token."""
+        self.context = context
+        self.question_ids = tuple(question_ids)
+        self.generated: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+        self._options = options
+        self._sampler = Sampler(options.sampling)
+        self._stop_ids = stop_ids
+        self._text = TextStream(tokenizer, options.stop)
+        self.started_at = time.perf_counter()
+        self.first_token_at: float | None = None
+
+    @property
+    def position(self) -> int:
+        """Position of the next token to be read."""
+        return self.context.num_tokens + self.tail.tokens
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.tail.tokens >= len(self.question_ids)
+
+    def accept(self, logits: Tensor) -> str:
+        """Pick the next token from [vocabulary] logits; return the text that became certain.
+
+        A stop token ends the answer and is counted among the generated tokens, but has no text.
+        """
+        token = self._sampler.pick(logits)
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        self.generated.append(token)
+        if token in self._stop_ids:
+            self.finish_reason = "stop"
+            return self._text.finish()
+        piece = self._text.push(token)
+        if self._text.is_stopped:
+            self.finish_reason = "stop"
+        elif len(self.generated) >= self._options.max_tokens:
+            self.finish_reason = "length"
+            piece += self._text.finish()
+            if self._text.is_stopped:
+                self.finish_reason = "stop"
+        return piece
+
+
+def prefill_question(model: LanguageModel, sequence: Sequence) -> str | None:
+    """Read the next slice of a question. Returns the first text once all of it is read.
+
+    Modifies the sequence and its tail; one bounded work item.
+    """
+    first = sequence.tail.tokens
+    piece = sequence.question_ids[first : first + QUESTION_SLICE_TOKENS]
+    positions = torch.arange(sequence.position, sequence.position + len(piece))[None]
+    sequence.tail.reserve(len(piece))
+    attention = _QuestionPass(sequence.context, sequence.tail)
+    hidden = model.hidden(torch.tensor([piece]), positions, attention)
+    sequence.tail.extend(len(piece))
+    if not sequence.is_prefilled:
+        return None
+    return sequence.accept(model.logits(hidden[0, -1:])[0])
+
+
+def decode_step(model: LanguageModel, sequences: Several[Sequence]) -> list[str]:
+    """One token for every running sequence, in one forward. Returns each one's new text.
+
+    Modifies every sequence and its tail, or, when the forward fails, none.
+    """
+    token_ids = torch.tensor([[sequence.generated[-1]] for sequence in sequences])
+    positions = torch.tensor([[sequence.position] for sequence in sequences])
+    for sequence in sequences:
+        sequence.tail.reserve(1)
+    hidden = model.hidden(token_ids, positions, _DecodePass(sequences))
+    logits = model.logits(hidden[:, -1])
+    for sequence in sequences:
+        sequence.tail.extend(1)
+    return [sequence.accept(row) for sequence, row in zip(sequences, logits, strict=True)]
+
+
+class _QuestionPass:
+    """New tokens of one question: the whole context visible, its own tail causally."""
+
+    def __init__(self, context: ContextView, tail: Tail) -> None:
+        self._context = context
+        self._tail = tail
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As ``AttentionPass.attend``, batch 1. Modifies the tail."""
+        own = self._tail.write(layer, k[0], v[0])
+        return ragged_prefill(q[0], self._context.layers[layer], own, scale=scale)[None]
+
+
+class _DecodePass:
+    """One new token of every sequence; those on one context read its rows together."""
+
+    def __init__(self, sequences: Several[Sequence]) -> None:
+        self._sequences = sequences
+        groups: dict[int, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            groups.setdefault(id(sequence.context), []).append(index)
+        self._groups = list(groups.values())
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As ``AttentionPass.attend``, one token each. Modifies the tails."""
+        out = torch.empty_like(q)
+        for members in self._groups:
+            context = self._sequences[members[0]].context
+            tails = [self._sequences[m].tail.write(layer, k[m], v[m]) for m in members]
+            rows = q[members, :, 0]
+            out[members, :, 0] = ragged_decode(rows, context.layers[layer], tails, scale=scale)
+        return out

@@ -1,0 +1,254 @@
+"""One language model, loaded: what it is, its template, and its two forwards.
+
+Architectures are allowed by name. A model whose attention this engine would compute wrongly
+(sliding windows, hybrid layers, dynamic rope) is refused at start, never served.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from kvkeep_service.engine.attention import (
+    ATTENTION_NAME,
+    PASS_ARGUMENT,
+    AttentionPass,
+    register_attention,
+)
+from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
+from kvkeep_service.engine.template import ChatTemplate
+from kvkeep_service.errors import ModelUnavailable, ModelUnsupported
+from kvkeep_service.ports import ModelInfo
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The numbers of a model that caches depend on."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+    def full_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of the uncompressed KV cache of ``tokens`` tokens."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * dtype.itemsize
+
+
+class LanguageModel:
+    """A transformers model behind our attention. Forwards belong to one thread at a time."""
+
+    def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
+        """Take a model loaded with ``attn_implementation="kvkeep"``."""
+        self._model = model
+        self.shape = shape
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
+        """Last hidden states of new tokens; the pass decides what they attend to.
+
+        Shapes: token_ids, positions [batch, tokens] int64. Returns [batch, tokens, hidden].
+        Modifies: whatever KV the pass owns.
+        """
+        with torch.inference_mode():
+            out = self._model.model(
+                input_ids=token_ids.to(self.device),
+                position_ids=positions.to(self.device),
+                use_cache=False,
+                **{PASS_ARGUMENT: attention},
+            )
+        states: Tensor = out.last_hidden_state
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of some rows only: [rows, hidden] -> [rows, vocabulary] fp32."""
+        with torch.inference_mode():
+            out: Tensor = self._model.lm_head(hidden)
+        return out.float()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything the engine needs of one model."""
+
+    language_model: LanguageModel
+    template: ChatTemplate
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    rope: str
+    info: ModelInfo
+
+
+def load_model(
+    reference: str,
+    *,
+    device: str,
+    dtype: str,
+    model_cache: Path,
+    reserve_tokens: int,
+    chat_template: str | None = None,
+) -> LoadedModel:
+    """Load a hub id, a directory, a GGUF file, or ``bundled``.
+
+    ``device`` and ``dtype`` may be "auto". ``reserve_tokens`` are kept for questions.
+    Raises: ModelUnavailable, ModelUnsupported.
+    """
+    directory, digest = _resolve(reference, model_cache)
+    config = _load_config(reference, directory)
+    shape = check_supported(reference, config)
+    where = _resolve_device(device)
+    kind = _resolve_dtype(dtype, where, config)
+    register_attention()
+    model = _from_hub(
+        reference,
+        AutoModelForCausalLM.from_pretrained,
+        directory,
+        dtype=kind,
+        attn_implementation=ATTENTION_NAME,
+    )
+    tokenizer = _from_hub(reference, AutoTokenizer.from_pretrained, directory)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    model.to(where).eval()
+    template = ChatTemplate(tokenizer, model=reference)
+    info = ModelInfo(
+        name=reference if reference == BUNDLED else Path(reference).name or reference,
+        architecture=config.model_type,
+        device=str(where),
+        dtype=str(kind).removeprefix("torch."),
+        num_layers=shape.num_layers,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_positions=shape.max_positions,
+        max_document_tokens=shape.max_positions - reserve_tokens,
+        weights_digest=digest or _weights_digest(reference, config, directory),
+    )
+    return LoadedModel(
+        LanguageModel(model, shape),
+        template,
+        tokenizer,
+        _stop_ids(model, tokenizer),
+        json.dumps(getattr(config, "rope_parameters", None), sort_keys=True),
+        info,
+    )
+
+
+def check_supported(reference: str, config: Any) -> ModelShape:
+    """Refuse, by name, every architecture that would be served wrongly.
+
+    Raises: ModelUnsupported.
+    """
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ModelUnsupported(
+            reference,
+            f"architecture {config.model_type!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}",
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    slides = window is not None and getattr(config, "use_sliding_window", True)
+    if layer_types != {"full_attention"} or (slides and config.model_type == "mistral"):
+        raise ModelUnsupported(reference, "layers with sliding-window attention")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in SUPPORTED_ROPE_TYPES:
+        raise ModelUnsupported(
+            reference, f"rope type {rope!r}; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    head_dim = getattr(config, "head_dim", None)
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def _resolve(reference: str, model_cache: Path) -> tuple[str, str | None]:
+    """What transformers is to load, and the digest when the reference has one of its own."""
+    if reference == BUNDLED:
+        directory, digest = converted_directory(bundled_gguf(), model_cache)
+        return str(directory), f"gguf:{digest}"
+    path = Path(reference).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelUnavailable(reference, "there is no such file")
+        directory, digest = converted_directory(path, model_cache)
+        return str(directory), f"gguf:{digest}"
+    return (str(path) if path.is_dir() else reference), None
+
+
+def _load_config(reference: str, directory: str) -> Any:
+    return _from_hub(reference, AutoConfig.from_pretrained, directory)
+
+
+def _from_hub(reference: str, load: Any, directory: str, **arguments: Any) -> Any:
+    try:
+        with _quiet_progress():
+            return load(directory, **arguments)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnavailable(reference, str(error).partition("\n")[0]) from error
+
+
+@contextmanager
+def _quiet_progress() -> Iterator[None]:
+    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def _weights_digest(reference: str, config: Any, directory: str) -> str:
+    """Hub revision (its blobs are immutable), or sha256 over a directory's weight files."""
+    revision = getattr(config, "_commit_hash", None)
+    if revision:
+        return f"revision:{revision}"
+    files = sorted(Path(directory).glob("*.safetensors"))
+    if not files:
+        raise ModelUnavailable(reference, "no safetensors weights in the directory")
+    sha = hashlib.sha256()
+    for path in [*files, Path(directory) / "config.json"]:
+        with path.open("rb") as file:
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return f"sha256:{sha.hexdigest()}"
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
+    """"auto" is float32 on a CPU, where answers are promised equal in any batch."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    stored = getattr(config, "dtype", None)
+    return stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    generation = model.generation_config.eos_token_id if model.generation_config else None
+    for ids in (generation, model.config.eos_token_id, tokenizer.eos_token_id):
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
