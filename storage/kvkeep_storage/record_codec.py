@@ -47,20 +47,27 @@ _MAPPINGS: Final = frozenset({"metadata", "timings"})
 
 def to_hash(record: "DataclassInstance") -> dict[str, str]:
     """Every field of a record that is not None, as text."""
-    stored: dict[str, str] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if value is None:
-            continue
-        if field.name in _REALS:
-            stored[field.name] = ",".join(repr(float(item)) for item in value)
-        elif field.name in _MAPPINGS:
-            stored[field.name] = json.dumps(dict(value), ensure_ascii=False, sort_keys=True)
-        elif field.name in _REAL:
-            stored[field.name] = repr(float(value))
-        else:
-            stored[field.name] = str(value)
-    return stored
+    return {
+        item.name: encode(item.name, value)
+        for item in fields(record)
+        if (value := getattr(record, item.name)) is not None
+    }
+
+
+def encode(field: str, value: Any) -> str:
+    """One value, not None, as the text that stands in the hash."""
+    if field in _REALS:
+        return ",".join(repr(float(item)) for item in value)
+    if field in _MAPPINGS:
+        return json.dumps(dict(value), ensure_ascii=False, sort_keys=True)
+    if field in _REAL:
+        return repr(float(value))
+    return str(value)
+
+
+def pairs(stored: Mapping[str, str]) -> list[str]:
+    """A hash as the flat list of fields and values that Redis takes."""
+    return [text for pair in stored.items() for text in pair]
 
 
 def from_hash(cls: type[Record], kind: str, stored: Mapping[str, str]) -> Record:
@@ -69,7 +76,7 @@ def from_hash(cls: type[Record], kind: str, stored: Mapping[str, str]) -> Record
     Raises: RecordCorrupt for a field that is unknown, missing or not a value of its kind.
     """
     name = f"{kind} record {stored.get('id') or stored.get('cache_id')!r}"
-    known = {field.name for field in fields(cls)}
+    known = {item.name for item in fields(cls)}
     if unknown := sorted(set(stored) - known):
         raise RecordCorrupt(name, f"unknown fields {', '.join(unknown)}")
     try:

@@ -5,7 +5,7 @@ Times are epoch seconds. ``ratio`` is the fraction of the KV pairs that is kept.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Self, get_args
 
 from kvkeep_storage.errors import Invalid
@@ -99,7 +99,7 @@ class ContextRecord:
     quantization: str
     full_bytes: int
     name: str | None = None
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = field(default_factory=dict)
     stage: str | None = None
     fraction: float = 0.0
     ready_at: float | None = None
@@ -110,14 +110,14 @@ class ContextRecord:
     ratio_achieved: float | None = None
     ratios_available: tuple[float, ...] = ()
     stored_bytes: int | None = None
-    timings: Mapping[str, float]
+    timings: Mapping[str, float] = field(default_factory=dict)
     queries: int = 0
     error_code: str | None = None
     error_detail: str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("tenant", "id", "cache_id"):
-            check_name(f"context.{field}", getattr(self, field))
+        for name in ("tenant", "id", "cache_id"):
+            check_name(f"context.{name}", getattr(self, name))
         if self.status not in STATUSES:
             raise Invalid("context.status", f"{self.status!r} is not one of {STATUSES}")
         if (self.expires_anchor is None) != (self.expires_seconds is None):
@@ -125,15 +125,15 @@ class ContextRecord:
         if not 0.0 <= self.fraction <= 1.0:
             raise Invalid("context.fraction", f"{self.fraction} is outside 0 to 1")
         _check_ratio("context.ratio", self.ratio)
-        for field in (
+        for name in (
             "tokens_document",
             "tokens_protected",
             "tokens_total",
             "full_bytes",
             "queries",
         ):
-            if getattr(self, field) < 0:
-                raise Invalid(f"context.{field}", f"{getattr(self, field)} is negative")
+            if getattr(self, name) < 0:
+                raise Invalid(f"context.{name}", f"{getattr(self, name)} is negative")
 
     def to_hash(self) -> dict[str, str]:
         """Every field that is not None, as text for a Redis hash."""
@@ -167,8 +167,8 @@ class CacheRecord:
     timings: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        for field in ("tenant", "cache_id", "generation"):
-            check_name(f"cache.{field}", getattr(self, field))
+        for name in ("tenant", "cache_id", "generation"):
+            check_name(f"cache.{name}", getattr(self, name))
         _check_ratio("cache.ratio", self.ratio)
         if list(self.ratios) != sorted(set(self.ratios)):
             raise Invalid("cache.ratios", f"{self.ratios} must ascend")

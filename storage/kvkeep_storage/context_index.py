@@ -1,0 +1,109 @@
+"""Finding context records in Redis: one hash each, with the indexes of a tenant."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from kvkeep_storage.errors import Invalid
+from kvkeep_storage.records import ContextRecord, Page
+from kvkeep_storage.redis_keys import TENANTS, TenantKeys
+from kvkeep_storage.redis_link import RedisTable, texts
+
+_SCAN_RECORDS: Final = 100
+
+
+class ContextIndex(RedisTable):
+    """Read and list the contexts of tenants; an index entry is a hint, checked on use.
+
+    All methods raise MetadataUnavailable.
+    """
+
+    async def context(self, tenant: str, context_id: str) -> ContextRecord | None:
+        """Read a context, "expired" when its time has passed; None when there is none.
+
+        Raises: RecordCorrupt.
+        """
+        (stored,) = await self._link.hashes([TenantKeys(tenant).context(context_id)])
+        return self._read(stored) if stored else None
+
+    async def contexts(
+        self,
+        tenant: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        descending: bool = False,
+        status: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Page:
+        """List a tenant's contexts by id, from the one after ``after``, which may be deleted.
+
+        ``status`` and every pair of ``metadata`` must match. A context deleted or created while
+        the pages are read is in them or not; every other one is in them exactly once.
+        Raises: Invalid for a limit below 1; RecordCorrupt.
+        """
+        if limit < 1:
+            raise Invalid("limit", f"{limit} must be at least 1")
+        keys = TenantKeys(tenant)
+        found: list[ContextRecord] = []
+        while True:
+            ids = await self._ids_after(keys, after, descending=descending)
+            for stored in await self._link.hashes([keys.context(item) for item in ids]):
+                record = self._read(stored) if stored else None
+                if record is None or not _matches(record, status, metadata or {}):
+                    continue
+                found.append(record)
+                if len(found) > limit:
+                    return Page(tuple(found[:limit]), has_more=True)
+            if len(ids) < _SCAN_RECORDS:
+                return Page(tuple(found), has_more=False)
+            after = ids[-1]
+
+    async def expired(self, now: float, limit: int) -> list[tuple[str, str]]:
+        """At most ``limit`` (tenant, context id) whose expiry lies at or before ``now``."""
+        found: list[tuple[str, str]] = []
+        for tenant in await self.tenants():
+            wanted = limit - len(found)
+            if wanted <= 0:
+                break
+            key = TenantKeys(tenant).expiry
+            ids = await self._link.command("ZRANGEBYSCORE", key, "-inf", now, "LIMIT", 0, wanted)
+            found += [(tenant, context_id) for context_id in texts(ids)]
+        return found
+
+    async def unfinished(self) -> list[tuple[str, str]]:
+        """Every (tenant, context id) that waits for a build or is being built."""
+        return [
+            (tenant, context_id)
+            for tenant in await self.tenants()
+            for context_id in await self._link.members(TenantKeys(tenant).unfinished)
+        ]
+
+    async def tenants(self) -> list[str]:
+        """Every tenant that ever had a context, sorted."""
+        return await self._link.members(TENANTS)
+
+    async def _ids_after(
+        self, keys: TenantKeys, after: str | None, *, descending: bool
+    ) -> list[str]:
+        # All scores are 0, so the order is that of the ids, and a deleted id still marks a place.
+        command, start, end = "ZRANGEBYLEX", "-", "+"
+        if descending:
+            command, start, end = "ZREVRANGEBYLEX", "+", "-"
+        if after is not None:
+            start = f"({after}"
+        return texts(
+            await self._link.command(command, keys.contexts, start, end, "LIMIT", 0, _SCAN_RECORDS)
+        )
+
+    def _read(self, stored: Mapping[str, str]) -> ContextRecord:
+        record = ContextRecord.from_hash(stored)
+        if record.expires_at is not None and record.expires_at <= self._clock():
+            return replace(record, status="expired")
+        return record
+
+
+def _matches(record: ContextRecord, status: str | None, metadata: Mapping[str, str]) -> bool:
+    if status is not None and record.status != status:
+        return False
+    return all(record.metadata.get(name) == value for name, value in metadata.items())
