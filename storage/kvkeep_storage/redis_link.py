@@ -9,6 +9,7 @@ replaced before it is used, so a restarted server is found again by the next cal
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -28,6 +29,14 @@ _MAX_CONNECTIONS: Final = 64
 
 # How often a script over the references of a cache is tried while they keep changing.
 MAX_RACES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEntry:
+    """One entry of a stream."""
+
+    id: str
+    fields: Mapping[str, str]
 
 
 class RedisLink:
@@ -113,6 +122,33 @@ class RedisLink:
         with _translated("SMEMBERS"):
             async with asyncio.timeout(self._deadline_seconds()):
                 return sorted(str(member) for member in await self._redis.smembers(key))
+
+    async def keys(self, pattern: str) -> list[str]:
+        """Every key of the server that matches a glob; may take long. Raises: MetadataUnavailable.
+
+        A key that exists all the while is found; one that comes or goes is found or not.
+        """
+        with _translated("SCAN"):
+            found = {str(key) async for key in self._redis.scan_iter(match=pattern, count=1000)}
+            return sorted(found)
+
+    async def next_entry(
+        self, stream: str, group: str, consumer: str, block_seconds: float
+    ) -> StreamEntry | None:
+        """Wait for an entry of a stream that no consumer of the group was given before.
+
+        ``block_seconds`` must stay below the timeout. Raises: MetadataUnavailable.
+        """
+        block_ms = max(1, round(block_seconds * 1000))
+        with _translated("XREADGROUP"):
+            async with asyncio.timeout(self._deadline_seconds() + block_seconds):
+                streams = await self._redis.xreadgroup(
+                    group, consumer, {stream: ">"}, count=1, block=block_ms
+                )
+        for _, entries in streams or []:
+            for entry_id, fields in entries:
+                return StreamEntry(str(entry_id), dict(fields))
+        return None
 
     def _deadline_seconds(self) -> float:
         # Waiting for a connection, opening it, and the command itself.

@@ -1,0 +1,123 @@
+"""The Lua scripts of the build queue. KEYS[1] is the stream, ARGV[1] the consumer group."""
+
+from typing import Final
+
+# The group may be missing: a new server, or one that was flushed.
+_GROUP: Final = """
+redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
+"""
+
+# Ends the script with 0 unless ARGV[2] owns entry ARGV[3].
+_OWNED: Final = (
+    _GROUP
+    + """
+local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1)
+if #pending == 0 or pending[1][2] ~= ARGV[2] then return 0 end
+"""
+)
+
+# ARGV group tenant context    -> the entry's id
+ENQUEUE: Final = (
+    _GROUP
+    + """
+return redis.call('XADD', KEYS[1], '*', 'tenant', ARGV[2], 'context', ARGV[3])
+"""
+)
+
+# ARGV group owner ttl_ms    -> {id, attempts, field, value, ...} or nil
+CLAIM: Final = (
+    _GROUP
+    + """
+local function found(id, attempts, fields)
+  local reply = {id, attempts}
+  for _, text in ipairs(fields) do reply[#reply + 1] = text end
+  return reply
+end
+while true do
+  local idle = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', 1)
+  if #idle == 0 then break end
+  local id = idle[1][1]
+  local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)
+  if claimed[1] then return found(id, idle[1][4] + 1, claimed[1][2]) end
+  redis.call('XACK', KEYS[1], ARGV[1], id)
+end
+local new = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1,
+                       'STREAMS', KEYS[1], '>')
+if not new then return nil end
+local entry = new[1][2][1]
+return found(entry[1], 1, entry[2])
+"""
+)
+
+# ARGV group owner id    -> 1, or 0 when it is not this owner's
+# JUSTID: the time of the last delivery moves, the number of deliveries does not.
+HEARTBEAT: Final = (
+    _OWNED
+    + """
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
+return 1
+"""
+)
+
+# ARGV group owner id    -> 1, or 0 when it is not this owner's
+ACK: Final = (
+    _OWNED
+    + """
+redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
+redis.call('XDEL', KEYS[1], ARGV[3])
+return 1
+"""
+)
+
+# ARGV group owner id nobody idle_ms attempts    -> 1, or 0 when it is not this owner's
+RELEASE: Final = (
+    _OWNED
+    + """
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[4], 0, ARGV[3], 'IDLE', ARGV[5],
+           'RETRYCOUNT', ARGV[6], 'JUSTID')
+return 1
+"""
+)
+
+# ARGV group nobody ttl_ms    -> how many entries had an owner or waited for one
+VOID: Final = (
+    _GROUP
+    + """
+local start, voided = '-', 0
+while true do
+  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], start, '+', 100)
+  if #pending == 0 then return voided end
+  for _, entry in ipairs(pending) do
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry[1], 'IDLE', ARGV[3],
+               'RETRYCOUNT', entry[4], 'JUSTID')
+    voided = voided + 1
+    start = '(' .. entry[1]
+  end
+end
+"""
+)
+
+# ARGV group forget_ms    -> {tenant, context, ...} of every entry
+# Forgets consumers without entries that were not heard of for forget_ms.
+QUEUED: Final = (
+    _GROUP
+    + """
+for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local consumer = {}
+  for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
+  if consumer.pending == 0 and consumer.idle > tonumber(ARGV[2]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
+  end
+end
+local reply = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
+  local fields = {}
+  for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
+  if fields.tenant and fields.context then
+    reply[#reply + 1] = fields.tenant
+    reply[#reply + 1] = fields.context
+  end
+end
+return reply
+"""
+)
