@@ -21,13 +21,16 @@ async def run_together(
             return await coroutine
 
     waiting = list(coroutines)
+    failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(gated(coroutine)) for coroutine in waiting]
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        failure = failures.exceptions[0]
     finally:
         # Closes what was cancelled before it started; the others ignore it.
         for coroutine in waiting:
             coroutine.close()
+    if failure is not None:
+        raise failure
     return [task.result() for task in tasks]

@@ -19,6 +19,24 @@ Parameter = str | int | float
 
 
 @dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """The part of a fingerprint that a loaded model decides; a cache of another one is useless.
+
+    The fields mean what they mean in ``Fingerprint``.
+    """
+
+    model: str
+    weights_digest: str
+    tokenizer_digest: str
+    dtype: str
+    rope: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    adapter_digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fingerprint:
     """What identifies a cache; two equal fingerprints may share one artifact.
 
@@ -72,6 +90,12 @@ class Fingerprint:
             sha.update(len(part).to_bytes(8, "little"))
             sha.update(part)
         return sha.hexdigest()
+
+    @property
+    def model_identity(self) -> ModelIdentity:
+        """The model this cache was built with, and how it was loaded."""
+        names = (item.name for item in fields(ModelIdentity))
+        return ModelIdentity(**{name: getattr(self, name) for name in names})
 
     def to_json(self) -> str:
         """Write every field as one JSON object with sorted keys; ``from_json`` reads it back."""

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from kvkeep_storage.artifact import (
+    ITEM_BYTES,
     CacheDtype,
     CacheRows,
     Int32Array,
@@ -194,6 +195,11 @@ class Manifest(BaseModel):
     def encode(self) -> bytes:
         """Write the manifest as JSON; equal manifests give equal bytes."""
         return self.model_dump_json(indent=1).encode()
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row's K, and of its V."""
+        return self.head_dim * ITEM_BYTES[self.dtype]
 
     def counts_array(self) -> Int32Array:
         """Rows each band adds: int32 [bands, layers, heads]."""

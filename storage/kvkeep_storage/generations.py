@@ -1,0 +1,33 @@
+"""Removing the objects of a generation that no record names any more."""
+
+from kvkeep_storage.concurrency import run_together
+from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.objects import ObjectInfo, Objects
+
+_PARALLEL_DELETES = 4
+
+
+async def delete_generation(objects: Objects, key: GenerationKey) -> list[ObjectInfo]:
+    """Delete every object of a generation and return them. May be repeated.
+
+    The cache record must not name it any more. The manifest goes first, so that what a crash
+    leaves is never taken for a whole generation. Raises: ObjectsUnavailable.
+    """
+    await objects.delete(key.manifest)
+    found = await objects.objects_below(key.prefix)
+    await run_together((objects.delete(item.key) for item in found), limit=_PARALLEL_DELETES)
+    return found
+
+
+async def release_generation(objects: Objects, leases: Leases, key: GenerationKey) -> bool:
+    """Delete a generation unless somebody still reads this cache; False leaves it to the sweeper.
+
+    The cache record must not name it any more: a reader takes its lease first and reads the
+    record then, so nobody can begin to read it now.
+    Raises: ObjectsUnavailable, MetadataUnavailable; the sweeper does the rest then as well.
+    """
+    if await leases.readers(key.tenant, key.cache_id) > 0:
+        return False
+    await delete_generation(objects, key)
+    return True

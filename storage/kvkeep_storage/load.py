@@ -1,0 +1,208 @@
+"""Reading a committed cache: record → manifest → ranges → digests → rows, all or nothing.
+
+Nothing is handed over before every byte of it has matched its digest. What cannot be read is
+retried a few times and never deleted. Bytes count as wrong only when they were read twice, the
+record still names them, and the store is the one that Redis was filled from. Only the caller
+decides to ``quarantine`` them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import stamina
+
+from kvkeep_storage.artifact import CacheRows, Int32Array, LayerRows, RowBytes
+from kvkeep_storage.binding import require_bound
+from kvkeep_storage.concurrency import run_together
+from kvkeep_storage.errors import (
+    Corrupt,
+    Incompatible,
+    NotFound,
+    ObjectsUnavailable,
+)
+from kvkeep_storage.fingerprint import ModelIdentity
+from kvkeep_storage.generations import delete_generation
+from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.manifest import Manifest, sha256_hex
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+from kvkeep_storage.records import CacheRecord
+from kvkeep_storage.slab import empty_layers, scatter_slab, verify_slab
+
+_log = logging.getLogger(__name__)
+
+# Each slab is held in memory until its rows are in place.
+_SLABS_AT_ONCE = 2
+_ATTEMPTS = 4
+# Generations that may come and go under a reader before it gives up.
+_GENERATIONS = 3
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedCache:
+    """A verified cache at the ratio asked for, with what describes it."""
+
+    rows: CacheRows
+    manifest: Manifest
+    cache: CacheRecord
+
+
+async def load(
+    objects: Objects,
+    metadata: Metadata,
+    leases: Leases,
+    tenant: str,
+    cache_id: str,
+    *,
+    expected: ModelIdentity,
+    ratio: float | None,
+) -> LoadedCache:
+    """Load the committed generation of a cache, holding a read lease meanwhile.
+
+    Every head's run is the exact prefix that ``ratio`` keeps: the ratio itself when it is
+    stored, else the next stored one above it; None is all. Modifies nothing.
+    Raises: NotFound when no generation is committed; Corrupt, naming cache and generation, when
+    its bytes are proven wrong (see ``quarantine``); Incompatible for another model than
+    ``expected`` or a newer schema; Invalid for a ratio above the built one; StoreMismatch;
+    ObjectsUnavailable and MetadataUnavailable after bounded retries.
+    """
+    async with leases.read_lease(tenant, cache_id):
+        for _ in range(_GENERATIONS):
+            cache = await metadata.cache(tenant, cache_id)
+            if cache is None:
+                break
+            try:
+                return await _load_generation(objects, cache, expected, ratio)
+            except (Corrupt, NotFound) as error:
+                now = await metadata.cache(tenant, cache_id)
+                if now is None or now.generation != cache.generation:
+                    continue
+                await require_bound(objects, metadata)
+                raise _proven(error, cache) from error
+    raise NotFound("cache", cache_id)
+
+
+async def _load_generation(
+    objects: Objects, cache: CacheRecord, expected: ModelIdentity, ratio: float | None
+) -> LoadedCache:
+    key = GenerationKey(cache.tenant, cache.cache_id, cache.generation)
+    manifest = await _proving(lambda: _read_manifest(objects, key, cache))
+    _check_model(manifest.fingerprint.model_identity, expected)
+    bands = manifest.bands(ratio)
+    counts = manifest.counts_array()[:bands]
+    layers = await asyncio.to_thread(empty_layers, counts, manifest.row_bytes)
+    room = _Room(counts, layers)
+    await run_together(
+        (
+            _proving(partial(_read_slab, objects, key.slab(band), manifest, band, room))
+            for band in range(bands)
+        ),
+        limit=_SLABS_AT_ONCE,
+    )
+    rows = await asyncio.to_thread(
+        CacheRows,
+        manifest.dtype,
+        manifest.num_kv_heads,
+        manifest.head_dim,
+        manifest.ratios[:bands],
+        counts,
+        manifest.protected_array(),
+        layers,
+    )
+    return LoadedCache(rows, manifest, cache)
+
+
+async def quarantine(
+    objects: Objects, metadata: Metadata, tenant: str, cache_id: str, generation: str
+) -> list[str]:
+    """Forget a generation that ``load`` has proven corrupt, then delete its objects.
+
+    Modifies: the cache record, when it still names the generation, and every ready context of
+    the cache, which becomes "rebuilding"; their ids are returned, for the caller to enqueue.
+    Others that still read the generation find objects missing, never wrong bytes.
+    Raises: MetadataUnavailable, and then nothing is changed or deleted.
+    """
+    rebuilding = await metadata.quarantine(tenant, cache_id, generation)
+    try:
+        await delete_generation(objects, GenerationKey(tenant, cache_id, generation))
+    except ObjectsUnavailable as error:
+        _log.warning("quarantined %s/%s is left to the sweeper: %s", cache_id, generation, error)
+    return rebuilding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Where the rows of all asked bands go. Shapes: counts int32 [bands, layers, heads]."""
+
+    counts: Int32Array
+    layers: tuple[LayerRows, ...]
+
+
+async def _read_manifest(objects: Objects, key: GenerationKey, cache: CacheRecord) -> Manifest:
+    content = await _retrying(partial(objects.get, key.manifest))
+    if sha256_hex(content) != cache.manifest_sha256:
+        raise Corrupt(key.manifest, "its sha256 differs from the record's")
+    manifest = Manifest.decode(content)
+    if manifest.fingerprint.digest != cache.cache_id:
+        raise Corrupt(key.manifest, "it describes another cache")
+    return manifest
+
+
+async def _read_slab(
+    objects: Objects, name: str, manifest: Manifest, band: int, room: _Room
+) -> None:
+    """Read, verify and scatter one slab. Modifies: this band's rows in ``room``."""
+    digests = manifest.slabs[band].digests
+
+    async def read() -> RowBytes:
+        # New memory for each try: a read that missed its deadline may still write to its own.
+        content = np.empty(digests.size_bytes, np.uint8)
+        await objects.read_into(name, content.data)
+        return content
+
+    def verify_and_scatter(content: RowBytes) -> None:
+        counts = room.counts[band]
+        slab = verify_slab(content, digests, counts, manifest.dtype, manifest.head_dim)
+        scatter_slab(slab, band, room.counts, room.layers)
+
+    content = await _retrying(read)
+    try:
+        await asyncio.to_thread(verify_and_scatter, content)
+    except Corrupt as error:
+        raise Corrupt(f"{name}: {error.name}", error.reason) from error
+
+
+async def _retrying(read: Callable[[], Awaitable[Result]]) -> Result:
+    """Call again, with growing pauses, while the store is unavailable."""
+    async for attempt in stamina.retry_context(on=ObjectsUnavailable, attempts=_ATTEMPTS):
+        with attempt:
+            result = await read()
+    return result
+
+
+async def _proving(read: Callable[[], Awaitable[Result]]) -> Result:
+    """Read again when the bytes are wrong: twice the same is the store's fault, not the way's."""
+    try:
+        return await read()
+    except Corrupt:
+        return await read()
+
+
+def _proven(error: Corrupt | NotFound, cache: CacheRecord) -> Corrupt:
+    reason = error.reason if isinstance(error, Corrupt) else "is missing"
+    return Corrupt(error.name, reason, cache_id=cache.cache_id, generation=cache.generation)
+
+
+def _check_model(found: ModelIdentity, expected: ModelIdentity) -> None:
+    for item in fields(ModelIdentity):
+        here, wanted = getattr(found, item.name), getattr(expected, item.name)
+        if here != wanted:
+            raise Incompatible(item.name, repr(here), repr(wanted))
