@@ -120,6 +120,11 @@ class Leases:
         key = TenantKeys(lease.tenant).build_lease(lease.cache_id)
         await self._link.run(_RELEASE_BUILD, [key], [lease.value])
 
+    async def is_building(self, tenant: str, cache_id: str) -> bool:
+        """Whether anybody holds the build lease of a cache."""
+        key = TenantKeys(tenant).build_lease(cache_id)
+        return await self._link.command("EXISTS", key) == 1
+
     @asynccontextmanager
     async def read_lease(self, tenant: str, cache_id: str) -> AsyncIterator[None]:
         """Hold a read lease, renewed in the background, for the length of a ``with`` block.
