@@ -32,10 +32,10 @@ from kvkeep_storage.errors import (
     ObjectsUnavailable,
     StorageError,
 )
-from kvkeep_storage.generations import delete_generation
+from kvkeep_storage.generations import cache_record, delete_generation
 from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.leases import Leases
-from kvkeep_storage.manifest import Manifest, ManifestFacts, sha256_hex
+from kvkeep_storage.manifest import Manifest, ManifestFacts
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, CacheRecord
@@ -89,30 +89,16 @@ async def _store(
     objects: Objects, key: GenerationKey, rows: CacheRows, facts: ManifestFacts
 ) -> CacheRecord:
     """Steps 3 to 5. A crash inside leaves an orphan, which no reader can find."""
-    now = time.time()
     slabs = await run_together(
         (_put_slab(objects, key, rows, band) for band in range(len(rows.ratios))),
         limit=_SLABS_AT_ONCE,
     )
     for band, slab in enumerate(slabs):
         await _check_size(objects, key.slab(band), slab.size_bytes)
-    manifest = Manifest.describe(rows, tuple(slabs), facts, created_at=now)
+    manifest = Manifest.describe(rows, tuple(slabs), facts, created_at=time.time())
     content = manifest.encode()
     await _put_manifest(objects, key.manifest, content)
-    return CacheRecord(
-        tenant=key.tenant,
-        cache_id=key.cache_id,
-        generation=key.generation,
-        manifest_sha256=sha256_hex(content),
-        ratio=rows.ratios[-1],
-        ratio_achieved=facts.ratio_achieved,
-        ratios=rows.ratios,
-        policy_applied=facts.policy_applied,
-        stored_bytes=sum(slab.size_bytes for slab in slabs) + len(content),
-        model=facts.fingerprint.model,
-        committed_at=now,
-        timings=facts.timings,
-    )
+    return cache_record(key, manifest, content)
 
 
 async def _put_slab(

@@ -1,11 +1,31 @@
-"""Removing the objects of a generation that no record names any more."""
+"""What a record says of a generation, and removing one that no record names any more."""
 
 from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.leases import Leases
+from kvkeep_storage.manifest import Manifest, sha256_hex
 from kvkeep_storage.objects import ObjectInfo, Objects
+from kvkeep_storage.records import CacheRecord
 
 _PARALLEL_DELETES = 4
+
+
+def cache_record(key: GenerationKey, manifest: Manifest, content: bytes) -> CacheRecord:
+    """The record that makes a generation the committed one. ``content`` is its stored manifest."""
+    return CacheRecord(
+        tenant=key.tenant,
+        cache_id=key.cache_id,
+        generation=key.generation,
+        manifest_sha256=sha256_hex(content),
+        ratio=manifest.ratios[-1],
+        ratio_achieved=manifest.ratio_achieved,
+        ratios=manifest.ratios,
+        policy_applied=manifest.policy_applied,
+        stored_bytes=sum(slab.size_bytes for slab in manifest.slabs) + len(content),
+        model=manifest.fingerprint.model,
+        committed_at=manifest.created_at,
+        timings=manifest.timings,
+    )
 
 
 async def delete_generation(objects: Objects, key: GenerationKey) -> list[ObjectInfo]:

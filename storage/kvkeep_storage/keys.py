@@ -3,10 +3,8 @@
 Names are checked before they become part of a path, so no tenant can reach another's.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 
-from kvkeep_storage.errors import Invalid
 from kvkeep_storage.records import check_name
 
 STORE = "store.json"
@@ -68,23 +66,3 @@ class DocumentKey:
     def mirror(self) -> str:
         """The mutable facts of the context: the one object that is ever replaced."""
         return f"{DOCUMENTS}/{self.tenant}/{self.context_id}/context.json"
-
-
-def parse_generation(key: str) -> GenerationKey | None:
-    """Return the generation that an object under ``caches/`` belongs to, None for a stranger."""
-    parts = key.split("/")
-    if len(parts) != 5 or parts[0] != CACHES:
-        return None
-    with suppress(Invalid):
-        return GenerationKey(parts[1], parts[2], parts[3])
-    return None
-
-
-def parse_mirror(key: str) -> DocumentKey | None:
-    """Return the document whose ``context.json`` this is, None for any other object."""
-    parts = key.split("/")
-    if len(parts) != 4 or parts[0] != DOCUMENTS or parts[3] != "context.json":
-        return None
-    with suppress(Invalid):
-        return DocumentKey(parts[1], parts[2])
-    return None

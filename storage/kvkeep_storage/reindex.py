@@ -1,0 +1,146 @@
+"""Writing the records again from the objects, after Redis was flushed or lost.
+
+A context comes back when both its document and its mirror are there; a deletion removed both
+before it was answered, so what was deleted stays deleted. A cache comes back from the generation
+whose manifest and sizes are whole. Records that exist are left as they are, so a reindex may be
+repeated and may run beside the service.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kvkeep_storage import keys
+from kvkeep_storage.documents import ContextMirror, get_mirror
+from kvkeep_storage.errors import (
+    Corrupt,
+    Incompatible,
+    Invalid,
+    NotFound,
+    StoreMismatch,
+)
+from kvkeep_storage.generations import cache_record
+from kvkeep_storage.keys import DocumentKey, GenerationKey
+from kvkeep_storage.manifest import Manifest
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+from kvkeep_storage.records import CacheRecord, ContextRecord, Expiry
+
+
+@dataclass(frozen=True, slots=True)
+class ReindexReport:
+    """What came back. ``damaged`` names what could not, with the reason."""
+
+    contexts: int
+    caches: int
+    damaged: tuple[str, ...]
+
+
+async def reindex(
+    objects: Objects, metadata: Metadata, *, clock: Callable[[], float] = time.time
+) -> ReindexReport:
+    """Restore every record that is missing, then bind Redis to this object store.
+
+    A context without a whole cache comes back unfinished, to be built again. An expiry that
+    counts from the last use starts anew, because uses are not mirrored.
+    Raises: StoreMismatch when Redis was filled from another object store; Full, Corrupt,
+    ObjectsUnavailable, MetadataUnavailable. After any error it may be repeated.
+    """
+    store_id, recorded = await objects.store_id(), await metadata.store_id()
+    if recorded not in (None, store_id):
+        raise StoreMismatch(store_id, recorded)
+    run = _Reindex(objects, metadata, clock)
+    for tenant in await objects.directories_below(keys.DOCUMENTS):
+        for context_id in await objects.directories_below(f"{keys.DOCUMENTS}/{tenant}"):
+            try:
+                await run.restore(DocumentKey(tenant, context_id))
+            except (Corrupt, Incompatible, Invalid) as error:
+                run.damaged.append(f"{tenant}/{context_id}: {error}")
+    await metadata.bind_store(store_id)
+    return ReindexReport(run.contexts, run.caches, tuple(run.damaged))
+
+
+@dataclass(slots=True)
+class _Reindex:
+    objects: Objects
+    metadata: Metadata
+    clock: Callable[[], float]
+    contexts: int = 0
+    caches: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+    async def restore(self, key: DocumentKey) -> None:
+        """Bring one context back, and its cache when there is a whole generation of it."""
+        try:
+            mirror = await get_mirror(self.objects, key)
+            await self.objects.size(key.body)
+        except NotFound:
+            self.damaged.append(f"{key.tenant}/{key.context_id}: document or mirror is missing")
+            return
+        record = mirror.record
+        if await self.metadata.restore_context(_unbuilt(record, self.clock())):
+            self.contexts += 1
+        cache = await self._find_cache(mirror)
+        if cache is not None:
+            if await self.metadata.restore_cache(cache):
+                self.caches += 1
+            await self.metadata.attach(record.tenant, record.id, self.clock())
+        await self._undo_if_deleted(key)
+
+    async def _undo_if_deleted(self, key: DocumentKey) -> None:
+        """A deletion may have run between reading the mirror and writing the record."""
+        try:
+            await self.objects.size(key.body)
+        except NotFound:
+            # The cache's objects, if that was its last context, are left to the sweeper.
+            await self.metadata.delete_context(key.tenant, key.context_id)
+
+    async def _find_cache(self, mirror: ContextMirror) -> CacheRecord | None:
+        """The generation that was committed, or else the most complete of the others."""
+        record = mirror.record
+        prefix = f"{keys.CACHES}/{record.tenant}/{record.cache_id}"
+        found = []
+        for generation in await self.objects.directories_below(prefix):
+            key = GenerationKey(record.tenant, record.cache_id, generation)
+            cache = await self._read_generation(key)
+            if cache is not None:
+                found.append(cache)
+        return max(found, key=lambda cache: _preference(cache, mirror.generation), default=None)
+
+    async def _read_generation(self, key: GenerationKey) -> CacheRecord | None:
+        """Describe a generation whose manifest is whole and whose slabs have their sizes."""
+        try:
+            content = await self.objects.get(key.manifest)
+            manifest = Manifest.decode(content)
+            if manifest.fingerprint.digest != key.cache_id:
+                return None
+            for band, slab in enumerate(manifest.slabs):
+                if await self.objects.size(key.slab(band)) != slab.size_bytes:
+                    return None
+        except (NotFound, Corrupt, Incompatible):
+            return None
+        return cache_record(key, manifest, content)
+
+
+def _preference(cache: CacheRecord, committed: str | None) -> tuple[bool, float]:
+    """Sort key; the mirrored generation first, because a later one may be without a flip."""
+    return cache.generation == committed, cache.ratio
+
+
+def _unbuilt(record: ContextRecord, now: float) -> ContextRecord:
+    """The record as it was before a cache was attached to it; a failure stays one."""
+    expires_at = record.expires_at
+    if record.expires_anchor == "last_used_at" and record.expires_seconds is not None:
+        expires_at = Expiry(record.expires_anchor, record.expires_seconds).at(now, now)
+    if record.status == "failed":
+        return replace(record, expires_at=expires_at)
+    return replace(
+        record,
+        status="queued",
+        stage=None,
+        fraction=0.0,
+        ratio_achieved=None,
+        ratios_available=(),
+        stored_bytes=None,
+        expires_at=expires_at,
+    )

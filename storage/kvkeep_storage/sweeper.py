@@ -1,0 +1,160 @@
+"""Removing what is no longer wanted: expired contexts, orphan generations, temporary files.
+
+Safe in many processes at once, beside builds, loads and deletions. Nothing is done unless Redis
+and the object store belong together, and that is asked again before each orphan goes: a Redis
+flushed in mid-sweep must not make every cache look like an orphan.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvkeep_storage import keys
+from kvkeep_storage.binding import require_bound
+from kvkeep_storage.documents import delete_document
+from kvkeep_storage.errors import Invalid, RecordCorrupt
+from kvkeep_storage.generations import delete_generation, release_generation
+from kvkeep_storage.keys import DocumentKey, GenerationKey
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+
+_log = logging.getLogger(__name__)
+
+# More than this wait for the next run.
+_EXPIRED_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What one run removed.
+
+    ``unreferenced`` are the (tenant, cache id) that lost their last context by expiry: whoever
+    holds them in memory must let go of them.
+    """
+
+    expired: int
+    orphan_generations: int
+    temp_files: int
+    freed_bytes: int
+    unreferenced: tuple[tuple[str, str], ...]
+
+
+class Sweeper:
+    """Sweeps one object store and its records.
+
+    ``grace_seconds`` is how long an expired context still says so, and how old the newest object
+    of an orphan, or a temporary file, must be before it goes; it must be longer than any write
+    and any difference between clocks.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        metadata: Metadata,
+        leases: Leases,
+        grace_seconds: float,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Keep the stores, which the caller closes. Raises: Invalid for a negative grace."""
+        if grace_seconds < 0:
+            raise Invalid("grace_seconds", f"{grace_seconds} is negative")
+        self._objects = objects
+        self._metadata = metadata
+        self._leases = leases
+        self._grace_seconds = grace_seconds
+        self._clock = clock
+
+    async def run_once(self) -> SweepReport:
+        """Sweep everything once. A run that stops half-way is continued by the next one.
+
+        Raises: StoreMismatch when Redis and the object store do not belong together, and nothing
+        more is removed then; ObjectsUnavailable, MetadataUnavailable.
+        """
+        await require_bound(self._objects, self._metadata)
+        released = await self._delete_expired()
+        orphans = await self._delete_orphans()
+        temporary = await self._objects.delete_temporary_files(self._grace_seconds)
+        return SweepReport(
+            expired=len(released),
+            orphan_generations=len(orphans),
+            temp_files=len(temporary),
+            freed_bytes=sum(orphans) + sum(temporary),
+            unreferenced=tuple(cache for cache in released if cache is not None),
+        )
+
+    async def _delete_expired(self) -> list[tuple[str, str] | None]:
+        """Delete contexts whose expiry lies a grace period back; return what each left behind.
+
+        The document goes first, so that a crash in between leaves a record that is found again.
+        An expired context cannot come back to life, so nothing can change its mind meanwhile.
+        """
+        before = self._clock() - self._grace_seconds
+        deleted: list[tuple[str, str] | None] = []
+        for tenant, context_id in await self._metadata.expired(before, _EXPIRED_MAX):
+            if not await self._has_expired(tenant, context_id, before):
+                continue
+            await delete_document(self._objects, DocumentKey(tenant, context_id))
+            released = await self._metadata.delete_context(tenant, context_id)
+            if released.cache_id is None:
+                deleted.append(None)
+                continue
+            deleted.append((tenant, released.cache_id))
+            if released.generation is not None:
+                key = GenerationKey(tenant, released.cache_id, released.generation)
+                await release_generation(self._objects, self._leases, key)
+        return deleted
+
+    async def _has_expired(self, tenant: str, context_id: str, before: float) -> bool:
+        """The expiry index is a hint; the record decides."""
+        try:
+            record = await self._metadata.context(tenant, context_id)
+        except RecordCorrupt as error:
+            # One damaged record must not keep everything else from being swept.
+            _log.warning("not swept: %s", error)
+            return False
+        return record is not None and record.expires_at is not None and record.expires_at <= before
+
+    async def _delete_orphans(self) -> list[int]:
+        """Delete generations that no record names; return the bytes of each."""
+        freed_bytes = []
+        for key in await self._generations():
+            if await self._is_orphan(key):
+                found = await delete_generation(self._objects, key)
+                freed_bytes.append(sum(item.size_bytes for item in found))
+        return freed_bytes
+
+    async def _generations(self) -> list[GenerationKey]:
+        found = []
+        for tenant in await self._objects.directories_below(keys.CACHES):
+            for cache_id in await self._objects.directories_below(f"{keys.CACHES}/{tenant}"):
+                prefix = f"{keys.CACHES}/{tenant}/{cache_id}"
+                for generation in await self._objects.directories_below(prefix):
+                    # A name that we would not give is not ours to delete.
+                    with suppress(Invalid):
+                        found.append(GenerationKey(tenant, cache_id, generation))
+        return found
+
+    async def _is_orphan(self, key: GenerationKey) -> bool:
+        """Whether a generation may be deleted now, and no commit can make it live any more.
+
+        The order matters. A commit needs its build lease to the end, so once there is none the
+        record cannot turn to this generation; and the record read after that is believed only
+        if Redis still belongs to this store afterwards.
+        """
+        found = await self._objects.objects_below(key.prefix)
+        if not found:
+            return False
+        newest = max(item.modified_at for item in found)
+        if self._clock() - newest < self._grace_seconds:
+            return False
+        if await self._leases.is_building(key.tenant, key.cache_id):
+            return False
+        if await self._leases.readers(key.tenant, key.cache_id) > 0:
+            return False
+        live = await self._metadata.cache(key.tenant, key.cache_id)
+        await require_bound(self._objects, self._metadata)
+        return live is None or live.generation != key.generation
