@@ -1,0 +1,244 @@
+"""``/contexts``: register, look up, list, change, delete, follow."""
+
+from collections.abc import AsyncGenerator
+from typing import Annotated, Final, Literal
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.sse import EventSourceResponse
+from kvkeep_storage.metadata import UNSET
+from kvkeep_storage.records import UNFINISHED, ContextRecord, Status
+
+from kvkeep_service.api.connection import while_connected
+from kvkeep_service.api.errors import BODY, COMMON, RETRY_KEY, responses
+from kvkeep_service.api.events import event, start_stream
+from kvkeep_service.api.requests import (
+    TheRegistry,
+    Wait,
+    json_only,
+    only_parameters,
+    seconds_to_wait,
+)
+from kvkeep_service.api.schemas import ContextCreate, ContextPatch, expiry
+from kvkeep_service.api.security import Tenant
+from kvkeep_service.api.views import ContextList, ContextView, DocumentView
+from kvkeep_service.errors import InvalidRequest
+from kvkeep_service.ids import is_context_id
+from kvkeep_service.registration import Answered, Registration
+from kvkeep_service.registry import Changes, Filter, Registry
+
+RETRY_AFTER_SECONDS: Final = 2
+# How often progress is looked at; the end is seen as soon as by any waiting request.
+_PROGRESS_SECONDS: Final = 0.25
+_METADATA: Final = "metadata."
+
+router = APIRouter(prefix="/contexts", tags=["contexts"])
+
+
+@router.post(
+    "",
+    status_code=202,
+    response_model=ContextView,
+    dependencies=[Depends(json_only), Depends(only_parameters("wait"))],
+    responses={
+        200: {"model": ContextView, "description": "Ready at once: an equal cache is there."},
+        **responses(
+            *COMMON,
+            *BODY,
+            *RETRY_KEY,
+            "empty_document",
+            "document_too_long",
+            "model_not_found",
+            "storage_unavailable",
+            "worker_unavailable",
+            "storage_full",
+        ),
+    },
+)
+async def create_context(
+    body: ContextCreate,
+    request: Request,
+    tenant: Tenant,
+    registry: TheRegistry,
+    wait: Wait = None,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> Response:
+    """Register a document. 202 while its cache is being built, 200 when it is ready.
+
+    The same `Idempotency-Key` with the same body answers with the same context again.
+    """
+    seconds = seconds_to_wait(wait, body.wait)
+    wanted = Registration(
+        document=body.document_spec(),
+        compression=body.compression.spec(),
+        name=body.name,
+        metadata=body.metadata,
+        model=body.model,
+        expires=(
+            registry.default_expiry
+            if "expires_after" not in body.model_fields_set
+            else expiry(body.expires_after)
+        ),
+    )
+
+    async def answer() -> Answered:
+        return _answered(await registry.register(tenant, wanted))
+
+    answered = await registry.once(tenant, idempotency_key, await request.body(), answer)
+    if seconds and answered.status == 202:
+        # Waiting is no part of what is kept: a repeated request waits for the same context.
+        context_id = ContextView.model_validate_json(answered.body).id
+        finished = registry.finished(tenant, context_id, seconds)
+        answered = _answered(await while_connected(request.receive, finished))
+    return _response(answered)
+
+
+@router.post(
+    "/upload",
+    status_code=422,
+    response_model=None,
+    responses=responses("unauthenticated", "invalid_request"),
+)
+async def upload_context() -> Response:
+    """Upload a file. Not supported by this version: send its text to `POST /contexts`."""
+    raise InvalidRequest("file", "uploads are not supported by this version; send document")
+
+
+@router.get(
+    "",
+    response_model=ContextList,
+    dependencies=[Depends(only_parameters("limit", "after", "order", "status", prefix=_METADATA))],
+    responses=responses(*COMMON),
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "metadata.KEY",
+                "in": "query",
+                "description": "Only contexts whose metadata has this value under KEY.",
+                "schema": {"type": "string"},
+            }
+        ]
+    },
+)
+async def list_contexts(
+    request: Request,
+    tenant: Tenant,
+    registry: TheRegistry,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="By creation.")] = "desc",
+    status: Annotated[Status | None, Query()] = None,
+) -> ContextList:
+    """List contexts, newest first."""
+    if after is not None and not is_context_id(after):
+        raise InvalidRequest("after", "is not the id of a context")
+    metadata = {
+        name.removeprefix(_METADATA): value
+        for name, value in request.query_params.items()
+        if name.startswith(_METADATA)
+    }
+    wanted = Filter(limit, after, order == "desc", status, metadata)
+    return ContextList.of(await registry.contexts(tenant, wanted))
+
+
+@router.get(
+    "/{context_id}",
+    response_model=ContextView,
+    dependencies=[Depends(only_parameters())],
+    responses=responses(*COMMON, "context_not_found", "context_expired"),
+)
+async def get_context(context_id: str, tenant: Tenant, registry: TheRegistry) -> Response:
+    """Look up a context."""
+    record = await registry.context(tenant, context_id)
+    return _response(Answered(200, _body(record), _retry_after(record)))
+
+
+@router.patch(
+    "/{context_id}",
+    response_model=ContextView,
+    dependencies=[Depends(json_only), Depends(only_parameters())],
+    responses=responses(*COMMON, *BODY, "context_not_found", "context_expired"),
+)
+async def change_context(
+    context_id: str, body: ContextPatch, tenant: Tenant, registry: TheRegistry
+) -> ContextView:
+    """Change name, metadata (as a whole) or expiry; what is left out stays."""
+    given = body.model_fields_set
+    changes = Changes(
+        name=body.name if "name" in given else UNSET,
+        metadata=body.metadata if "metadata" in given else UNSET,
+        expires=expiry(body.expires_after) if "expires_after" in given else UNSET,
+    )
+    return ContextView.of(await registry.change(tenant, context_id, changes))
+
+
+@router.delete(
+    "/{context_id}",
+    status_code=204,
+    dependencies=[Depends(only_parameters())],
+    responses=responses(*COMMON, "context_not_found", "storage_unavailable"),
+)
+async def delete_context(context_id: str, tenant: Tenant, registry: TheRegistry) -> None:
+    """Delete a context, its document, and its cache when no other context shares it.
+
+    Deleting what is deleted is no error.
+    """
+    await registry.delete(tenant, context_id)
+
+
+@router.get(
+    "/{context_id}/document",
+    response_model=DocumentView,
+    dependencies=[Depends(only_parameters())],
+    responses=responses(
+        *COMMON, "context_not_found", "context_expired", "document_corrupt", "storage_unavailable"
+    ),
+)
+async def get_document(context_id: str, tenant: Tenant, registry: TheRegistry) -> DocumentView:
+    """Read a document back, as it was read by the model."""
+    return DocumentView.of(context_id, await registry.document(tenant, context_id))
+
+
+@router.get(
+    "/{context_id}/events",
+    response_class=EventSourceResponse,
+    response_model=None,
+    dependencies=[Depends(only_parameters())],
+    responses=responses(*COMMON, "context_not_found", "context_expired"),
+)
+async def follow_context(
+    context_id: str, request: Request, tenant: Tenant, registry: TheRegistry
+) -> Response:
+    """Follow a build: `progress` events, then one `ready` or `failed` with the context."""
+    return await start_stream(_events(registry, tenant, context_id), request)
+
+
+async def _events(registry: Registry, tenant: str, context_id: str) -> AsyncGenerator[bytes, None]:
+    last = ""
+    record = await registry.context(tenant, context_id)
+    while record.status in UNFINISHED:
+        view = ContextView.of(record)
+        shown = view.model_dump_json(include={"id", "object", "status", "progress"})
+        if shown != last:
+            yield event("progress", shown)
+            last = shown
+        record = await registry.finished(tenant, context_id, _PROGRESS_SECONDS)
+    yield event(record.status, ContextView.of(record).model_dump_json())
+
+
+def _answered(record: ContextRecord) -> Answered:
+    headers = {"Location": f"/contexts/{record.id}", **_retry_after(record)}
+    return Answered(202 if record.status in UNFINISHED else 200, _body(record), headers)
+
+
+def _body(record: ContextRecord) -> bytes:
+    return ContextView.of(record).model_dump_json().encode()
+
+
+def _retry_after(record: ContextRecord) -> dict[str, str]:
+    return {"Retry-After": str(RETRY_AFTER_SECONDS)} if record.status in UNFINISHED else {}
+
+
+def _response(answered: Answered) -> Response:
+    return Response(
+        answered.body, answered.status, dict(answered.headers), media_type="application/json"
+    )

@@ -1,0 +1,144 @@
+"""``POST /contexts/{id}/query``: one question, one answer, whole or as it is written.
+
+A client that goes away stops its generation: the worker's iterator is closed whatever ends the
+request.
+"""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Final, cast
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from kvkeep_service.api.connection import while_connected
+from kvkeep_service.api.errors import BODY, COMMON, responses
+from kvkeep_service.api.events import event, start_stream
+from kvkeep_service.api.requests import (
+    TheRegistry,
+    TheWorker,
+    Wait,
+    json_only,
+    only_parameters,
+    seconds_to_wait,
+)
+from kvkeep_service.api.schemas import Query, check_ratio
+from kvkeep_service.api.security import Tenant
+from kvkeep_service.api.views import AnswerView, TokenView
+from kvkeep_service.errors import WorkerUnavailable
+from kvkeep_service.ids import new_answer_id
+from kvkeep_service.ports import AnswerEvent, QueryRequest, TokenEvent, Worker
+from kvkeep_service.registry import Askable
+
+router = APIRouter(prefix="/contexts", tags=["queries"])
+
+_STREAM_EXAMPLE: Final = (
+    'event: token\ndata: {"text":"On 31 March","index":0}\n\n'
+    'event: done\ndata: {"id":"ans_01K9Z3V5J8Q6W2E4R7T1Y0N5PX","object":"answer"}\n\n'
+)
+
+
+@router.post(
+    "/{context_id}/query",
+    response_model=AnswerView,
+    dependencies=[Depends(json_only), Depends(only_parameters("wait"))],
+    responses={
+        200: {
+            "description": "The answer; with `stream`, `token` events and one `done` with it."
+            " A failure after the first event is one `error` event with its problem.",
+            "content": {"text/event-stream": {"example": _STREAM_EXAMPLE}},
+        },
+        **responses(
+            *COMMON,
+            *BODY,
+            "template_changes_prefix",
+            "question_too_long",
+            "context_not_found",
+            "context_expired",
+            "context_not_ready",
+            "context_failed",
+            "context_model_mismatch",
+            "overloaded",
+            "worker_unavailable",
+            "storage_unavailable",
+        ),
+    },
+)
+async def query_context(
+    context_id: str,
+    body: Query,
+    request: Request,
+    tenant: Tenant,
+    registry: TheRegistry,
+    worker: TheWorker,
+    wait: Wait = None,
+) -> Response:
+    """Ask a question about a context."""
+    question = body.asked()
+    seconds = seconds_to_wait(wait, body.wait)
+    if body.ratio is not None:
+        check_ratio("ratio", body.ratio, allow_lossy=body.allow_lossy)
+    if seconds:
+        await while_connected(request.receive, registry.finished(tenant, context_id, seconds))
+    askable = await registry.open_query(tenant, context_id, body.ratio)
+    asked = _request(tenant, context_id, askable, question, body)
+    if body.stream:
+        return await start_stream(_stream(worker, asked), request)
+    answer = await while_connected(request.receive, _collect(worker, asked))
+    return Response(_view(worker, asked, answer), media_type="application/json")
+
+
+async def _collect(worker: Worker, asked: QueryRequest) -> AnswerEvent:
+    async with aclosing(_answering(worker, asked)) as events:
+        async for item in events:
+            if isinstance(item, AnswerEvent):
+                return item
+    raise _ended_early()
+
+
+async def _stream(worker: Worker, asked: QueryRequest) -> AsyncGenerator[bytes, None]:
+    async with aclosing(_answering(worker, asked)) as events:
+        async for item in events:
+            if isinstance(item, AnswerEvent):
+                yield event("done", _view(worker, asked, item))
+                return
+            token = TokenView(text=item.text, index=item.index)
+            yield event("token", token.model_dump_json())
+    raise _ended_early()
+
+
+def _answering(
+    worker: Worker, asked: QueryRequest
+) -> AsyncGenerator[TokenEvent | AnswerEvent, None]:
+    # The protocol promises ``aclose`` in words; its type does not.
+    return cast("AsyncGenerator[TokenEvent | AnswerEvent, None]", worker.query(asked))
+
+
+def _ended_early() -> WorkerUnavailable:
+    return WorkerUnavailable("the answer ended before its end")
+
+
+def _request(
+    tenant: str, context_id: str, askable: Askable, question: str, body: Query
+) -> QueryRequest:
+    return QueryRequest(
+        tenant=tenant,
+        context_id=context_id,
+        cache_id=askable.cache_id,
+        ratio=askable.ratio,
+        question=question,
+        system=body.system,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop=tuple(body.stop),
+        return_token_ids=body.return_token_ids,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _view(worker: Worker, asked: QueryRequest, answer: AnswerEvent) -> str:
+    view = AnswerView.of(new_answer_id(), asked.context_id, worker.model.name, time.time(), answer)
+    return view.to_json()

@@ -1,0 +1,82 @@
+"""What the routes share of a request: the registry, its checks, and the seconds to wait."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Query, Request
+
+from kvkeep_service.api.schemas import WAIT_SECONDS_MAX
+from kvkeep_service.errors import InvalidRequest, UnsupportedMediaType
+from kvkeep_service.ports import Worker
+from kvkeep_service.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the routes work with; the application keeps one."""
+
+    registry: Registry
+    worker: Worker
+
+
+def _registry(request: Request) -> Registry:
+    services: Services = request.app.state.services
+    return services.registry
+
+
+def _worker(request: Request) -> Worker:
+    services: Services = request.app.state.services
+    return services.worker
+
+
+def json_only(request: Request) -> None:
+    """Refuse a body that is not declared as JSON. Raises: UnsupportedMediaType."""
+    declared = request.headers.get("content-type", "")
+    kind = declared.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise UnsupportedMediaType(kind)
+
+
+def only_parameters(*names: str, prefix: str | None = None) -> Callable[[Request], None]:
+    """Make a dependency that refuses query parameters that the route does not know.
+
+    With ``prefix``, all that begin so are known. It raises InvalidRequest, naming the parameter;
+    also for one that is given twice.
+    """
+
+    def check(request: Request) -> None:
+        for name in request.query_params:
+            if name not in names and not (prefix is not None and name.startswith(prefix)):
+                raise InvalidRequest(name[:100], "there is no such query parameter here")
+            if len(request.query_params.getlist(name)) > 1:
+                raise InvalidRequest(name[:100], "is given more than once")
+
+    return check
+
+
+def seconds_to_wait(parameter: float | None, field: float) -> float:
+    """Take ``wait`` from the query string or the body.
+
+    Raises: InvalidRequest, when both are given and differ.
+    """
+    if parameter is None:
+        return field
+    if field not in (0, parameter):
+        raise InvalidRequest("wait", "differs between the query string and the body")
+    return parameter
+
+
+TheRegistry = Annotated[Registry, Depends(_registry)]
+TheWorker = Annotated[Worker, Depends(_worker)]
+Wait = Annotated[
+    float | None,
+    Query(
+        ge=0,
+        le=WAIT_SECONDS_MAX,
+        allow_inf_nan=False,
+        description="Hold the request until the context is ready, at most so many seconds.",
+    ),
+]

@@ -1,0 +1,237 @@
+"""The use cases of contexts, without HTTP: register, look up, change, delete, ask.
+
+Every call carries the tenant; a context of another tenant is as unknown as one that never was.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+from kvkeep_storage.documents import get_document, mirror_context
+from kvkeep_storage.errors import Gone, NotFound, StorageError
+from kvkeep_storage.keys import DocumentKey
+from kvkeep_storage.metadata import Unset
+from kvkeep_storage.records import UNFINISHED, ContextRecord, Expiry, Page
+
+from kvkeep_service.errors import (
+    ContextExpired,
+    ContextFailed,
+    ContextModelMismatch,
+    ContextNotFound,
+    ContextNotReady,
+    InvalidRequest,
+)
+from kvkeep_service.ids import is_context_id
+from kvkeep_service.ports import DocumentSpec, Span, Worker
+from kvkeep_service.registration import Answered, Registration, once, register
+from kvkeep_service.removal import Remover, Stores
+
+State = Literal["ok", "degraded", "unavailable"]
+
+_POLL_SECONDS: Final = 0.1
+_HEALTH_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which contexts to list: all that match, from the one after ``after``."""
+
+    limit: int = 20
+    after: str | None = None
+    descending: bool = True
+    status: str | None = None
+    metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What to change of a context; UNSET leaves it, None removes it."""
+
+    name: str | Unset | None
+    metadata: Mapping[str, str] | Unset
+    expires: Expiry | Unset | None
+
+
+@dataclass(frozen=True, slots=True)
+class Askable:
+    """A ready context and the stored ratio that one query was admitted at."""
+
+    cache_id: str
+    ratio: float
+
+
+class Registry:
+    """Contexts of all tenants. Every method raises MetadataUnavailable or ObjectsUnavailable."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        worker: Worker,
+        *,
+        default_ttl_seconds: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``default_ttl_seconds`` is for registrations that say nothing; None is never."""
+        self._stores = stores
+        self._worker = worker
+        self._remover = Remover(stores, worker)
+        self._clock = clock
+        self.default_expiry = (
+            None if default_ttl_seconds is None else Expiry("created_at", default_ttl_seconds)
+        )
+
+    async def register(self, tenant: str, wanted: Registration) -> ContextRecord:
+        """Register a document; see `registration.register` for what it leaves and raises."""
+        return await register(
+            self._stores, self._worker, self._remover, tenant, wanted, self._clock()
+        )
+
+    async def once(
+        self, tenant: str, key: str | None, body: bytes, answer: Callable[[], Awaitable[Answered]]
+    ) -> Answered:
+        """Answer a request once per idempotency key; see `registration.once`."""
+        return await once(self._stores.metadata, tenant, key, body, answer)
+
+    async def context(self, tenant: str, context_id: str) -> ContextRecord:
+        """Look up a context. Raises: ContextNotFound; ContextExpired, until it is swept."""
+        record = None
+        if is_context_id(context_id):
+            record = await self._stores.metadata.context(tenant, context_id)
+        if record is None:
+            raise ContextNotFound(context_id)
+        if record.status == "expired":
+            raise _expired(record.id, record.expires_at)
+        return record
+
+    async def contexts(self, tenant: str, wanted: Filter) -> Page:
+        """List contexts, expired ones that are not swept yet included."""
+        return await self._stores.metadata.contexts(
+            tenant,
+            limit=wanted.limit,
+            after=wanted.after,
+            descending=wanted.descending,
+            status=wanted.status,
+            metadata=wanted.metadata or {},
+        )
+
+    async def document(self, tenant: str, context_id: str) -> DocumentSpec:
+        """Read a document back. Raises: ContextNotFound, ContextExpired, DocumentCorrupt."""
+        record = await self.context(tenant, context_id)
+        try:
+            body = await get_document(self._stores.objects, DocumentKey(tenant, record.id))
+        except NotFound as error:
+            # A delete got as far as the document.
+            raise ContextNotFound(context_id) from error
+        spans = tuple(Span(start, end) for start, end in body.protect)
+        return DocumentSpec(body.text, body.system, body.instructions, spans)
+
+    async def change(self, tenant: str, context_id: str, changes: Changes) -> ContextRecord:
+        """Change name, metadata or expiry, and mirror it. May be repeated.
+
+        Raises: ContextNotFound, ContextExpired.
+        """
+        if not is_context_id(context_id):
+            raise ContextNotFound(context_id)
+        try:
+            record = await self._stores.metadata.patch_context(
+                tenant,
+                context_id,
+                name=changes.name,
+                metadata=changes.metadata,
+                expires=changes.expires,
+            )
+        except NotFound as error:
+            raise ContextNotFound(context_id) from error
+        except Gone as error:
+            raise _expired(context_id, error.expired_at) from error
+        key = DocumentKey(tenant, record.id)
+        await mirror_context(self._stores.objects, self._stores.metadata, key)
+        return record
+
+    async def delete(self, tenant: str, context_id: str) -> None:
+        """Delete a context; one that is not there counts as deleted.
+
+        Raises: ContextNotFound for what cannot be an id at all.
+        """
+        if not is_context_id(context_id):
+            raise ContextNotFound(context_id)
+        await self._remover.remove_context(tenant, context_id)
+
+    async def finished(self, tenant: str, context_id: str, seconds: float) -> ContextRecord:
+        """Wait until a context is ready or failed, at most so long, and return it as it is then.
+
+        Raises: ContextNotFound, ContextExpired, also when that happens meanwhile.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            record = await self.context(tenant, context_id)
+            left = deadline - time.monotonic()
+            if record.status not in UNFINISHED or left <= 0:
+                return record
+            await asyncio.sleep(min(_POLL_SECONDS, left))
+
+    async def open_query(self, tenant: str, context_id: str, ratio: float | None) -> Askable:
+        """Admit one query at a stored ratio, and count it as a use of the context.
+
+        Raises: ContextNotFound, ContextExpired, ContextModelMismatch, ContextNotReady,
+            ContextFailed; InvalidRequest for a ratio that is not stored.
+        """
+        record = await self.context(tenant, context_id)
+        served = self._worker.model.name
+        if record.model != served:
+            raise ContextModelMismatch(context_id, record.model, served)
+        if record.status == "failed":
+            raise ContextFailed(
+                context_id, record.error_code or "internal", record.error_detail or ""
+            )
+        if record.status != "ready":
+            raise ContextNotReady(context_id, record.status)
+        if ratio is not None and ratio not in record.ratios_available:
+            stored = ", ".join(str(available) for available in record.ratios_available)
+            raise InvalidRequest("ratio", f"{ratio} is not stored; available are {stored}")
+        if not await self._stores.metadata.touch_context(tenant, context_id, self._clock()):
+            # Deleted or expired since: looking again says which.
+            await self.context(tenant, context_id)
+            raise ContextNotFound(context_id)
+        return Askable(record.cache_id, record.ratio if ratio is None else ratio)
+
+    async def health(self) -> Mapping[str, State]:
+        """Ask everything a request needs; no check takes longer than a few seconds."""
+        metadata, objects = await asyncio.gather(
+            _asked(self._stores.metadata.store_id()), _asked(self._stores.objects.find_store_id())
+        )
+        checks: dict[str, State] = {
+            "worker": "ok" if self._worker.stats().alive else "unavailable",
+            "metadata": metadata.state,
+            "objects": objects.state,
+        }
+        if metadata.state == objects.state == "ok":
+            matched = metadata.store_id is not None and metadata.store_id == objects.store_id
+            checks["store"] = "ok" if matched else "degraded"
+        return checks
+
+    async def close(self) -> None:
+        """Stop what runs behind requests. Modifies: this object, which is of no use then."""
+        await self._remover.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreAnswer:
+    state: State
+    store_id: str | None
+
+
+async def _asked(question: Awaitable[str | None]) -> _StoreAnswer:
+    try:
+        async with asyncio.timeout(_HEALTH_SECONDS):
+            return _StoreAnswer("ok", await question)
+    except (StorageError, TimeoutError):
+        return _StoreAnswer("unavailable", None)
+
+
+def _expired(context_id: str, expired_at: float | None) -> ContextExpired:
+    moment = datetime.fromtimestamp(expired_at or 0.0, UTC)
+    return ContextExpired(context_id, moment.isoformat(timespec="milliseconds")[:-6] + "Z")

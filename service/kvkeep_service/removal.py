@@ -1,0 +1,94 @@
+"""Deleting a context, and the bytes of a cache that nobody refers to any more."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from kvkeep_storage.documents import delete_document
+from kvkeep_storage.errors import StorageError
+from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.keys import DocumentKey, GenerationKey
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+from kvkeep_storage.records import Released
+
+from kvkeep_service.ports import Worker
+
+_log = structlog.get_logger(__name__)
+
+# How long a DELETE waits for what usually takes milliseconds; the rest goes on behind it.
+_PATIENCE_SECONDS: Final = 1.0
+_READERS_POLL_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Everything that persists, opened by the composition root and closed by it."""
+
+    metadata: Metadata
+    objects: Objects
+    leases: Leases
+    jobs: Jobs
+
+
+class Remover:
+    """Removes contexts. Holds the tasks that remove cache bytes once nobody reads them."""
+
+    def __init__(self, stores: Stores, worker: Worker) -> None:
+        """``worker`` is told which caches to forget."""
+        self._stores = stores
+        self._worker = worker
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def remove_context(self, tenant: str, context_id: str) -> bool:
+        """Remove document, record, and the cache when this was its last context.
+
+        When it returns, document and record are gone, and no reindex brings them back. Bytes of
+        the cache usually are gone too; running queries and loads may hold them for longer, and
+        the sweeper has them if this process ends first. A crash in between leaves a record that
+        can be removed again. False when there was no such context.
+        Raises: MetadataUnavailable, ObjectsUnavailable; it may be called again.
+        """
+        key = DocumentKey(tenant, context_id)
+        await delete_document(self._stores.objects, key)
+        released = await self._stores.metadata.delete_context(tenant, context_id)
+        # A worker may have mirrored the record between the two.
+        await self._stores.objects.delete(key.mirror)
+        await self._release(tenant, released)
+        return released.existed
+
+    async def close(self) -> None:
+        """Stop waiting for readers; what is left is the sweeper's. Modifies: this object."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _release(self, tenant: str, released: Released) -> None:
+        if released.cache_id is None:
+            return
+        task = asyncio.create_task(
+            self._remove_cache(tenant, released.cache_id, released.generation)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.wait({task}, timeout=_PATIENCE_SECONDS)
+
+    async def _remove_cache(self, tenant: str, cache_id: str, generation: str | None) -> None:
+        # The record is gone, so no new reader can come; the same content registered again is
+        # built as another generation, which this does not touch.
+        await self._worker.drop(tenant, cache_id)
+        if generation is None:
+            return
+        key = GenerationKey(tenant, cache_id, generation)
+        try:
+            # Nothing tells when a lease of another process ends: asking again is all there is.
+            while await self._stores.leases.readers(tenant, cache_id) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(_READERS_POLL_SECONDS)
+            # Without its manifest a generation is nothing, whatever happens next.
+            await self._stores.objects.delete(key.manifest)
+            for stored in await self._stores.objects.objects_below(key.prefix):
+                await self._stores.objects.delete(stored.key)
+        except StorageError as error:
+            _log.warning("cache_left_to_sweeper", cache_id=cache_id, code=error.code)
