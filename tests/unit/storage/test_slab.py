@@ -1,0 +1,235 @@
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows, RowBytes
+from kvkeep_storage.errors import Corrupt, Invalid
+from kvkeep_storage.slab import (
+    EncodedSlab,
+    empty_layers,
+    encode_slab,
+    scatter_slab,
+    tensor_names,
+    verify_slab,
+)
+
+from ...support.caches import assert_equal_rows, prefix_of, random_rows
+
+DTYPES: tuple[CacheDtype, ...] = ("float32", "bfloat16", "float16")
+
+
+def _bytes(content: bytes) -> RowBytes:
+    return np.frombuffer(content, np.uint8)
+
+
+def _verify(rows: CacheRows, band: int, slab: EncodedSlab, content: bytes) -> None:
+    verify_slab(_bytes(content), slab.digests, rows.counts[band], rows.dtype, rows.head_dim)
+
+
+def _decode(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
+    """Read the first slabs back into memory."""
+    bands = len(slabs)
+    counts = rows.counts[:bands]
+    layers = empty_layers(counts, rows.row_bytes)
+    for layer in layers:
+        # Every byte must come from a slab.
+        layer.k.fill(0xFF)
+        layer.v.fill(0xFF)
+        layer.position.fill(-1)
+    # Slabs may arrive in any order.
+    for band in reversed(range(bands)):
+        content = _bytes(slabs[band].content)
+        verified = verify_slab(
+            content, slabs[band].digests, counts[band], rows.dtype, rows.head_dim
+        )
+        scatter_slab(verified, band, counts, layers)
+    return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=layers)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DTYPES),
+    num_layers=st.integers(1, 12),
+    num_kv_heads=st.integers(1, 4),
+    head_dim=st.sampled_from((1, 3, 8)),
+    protected_rows=st.integers(0, 3),
+    rows_max=st.integers(0, 4),
+)
+def test_every_ratio_comes_back_bit_for_bit(
+    seed: int,
+    dtype: CacheDtype,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    protected_rows: int,
+    rows_max: int,
+) -> None:
+    rows = random_rows(
+        seed,
+        dtype=dtype,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        protected_rows=protected_rows,
+        rows_max=rows_max,
+    )
+    slabs = [encode_slab(rows, band) for band in range(len(rows.ratios))]
+    for bands in range(1, len(slabs) + 1):
+        assert_equal_rows(_decode(rows, slabs[:bands]), prefix_of(rows, bands))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slab_is_a_valid_safetensors_file(dtype: CacheDtype, tmp_path: Path) -> None:
+    rows = random_rows(dtype=dtype, num_layers=11)
+    path = tmp_path / "kv-00.safetensors"
+    path.write_bytes(encode_slab(rows, 0).content)
+    names = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    with safetensors.safe_open(path, framework="numpy") as opened:
+        assert set(opened.keys()) == {name for i in range(11) for name in tensor_names(i)}
+        for index in range(11):
+            count, position, k, v = tensor_names(index)
+            expected = int(rows.counts[0, index].sum())
+            np.testing.assert_array_equal(opened.get_tensor(count), rows.counts[0, index])
+            assert opened.get_slice(position).get_dtype() == "I32"
+            assert opened.get_slice(position).get_shape() == [expected]
+            for name in (k, v):
+                assert opened.get_slice(name).get_dtype() == names[dtype]
+                assert opened.get_slice(name).get_shape() == [expected, rows.head_dim]
+
+
+def test_a_slab_holds_each_heads_rows_of_its_band_in_order(tmp_path: Path) -> None:
+    rows = random_rows(dtype="float32")
+    path = tmp_path / "kv-01.safetensors"
+    path.write_bytes(encode_slab(rows, 1).content)
+    before, here = rows.counts[0], rows.counts[1]
+    with safetensors.safe_open(path, framework="numpy") as opened:
+        for index, layer in enumerate(rows.layers):
+            starts = np.concatenate([[0], rows.length(index).cumsum()])
+            expected = [
+                layer.k[starts[head] + before[index, head] :][: here[index, head]]
+                for head in range(rows.num_kv_heads)
+            ]
+            found = opened.get_tensor(tensor_names(index)[2])
+            np.testing.assert_array_equal(found.view(np.uint8), np.concatenate(expected))
+
+
+def test_the_bytes_of_a_slab_are_rows_and_little_else() -> None:
+    # SmolLM2-135M's shape, 4,096 tokens; the smallest band has the largest share of overhead.
+    ratios = (0.05, 0.1, 0.3)
+    kept = np.array([0.05, 0.05, 0.2]) * 4096
+    counts = np.empty((3, 30, 3), np.int32)
+    counts[:] = kept[:, None, None]
+    rows = random_rows(
+        dtype="bfloat16",
+        num_layers=30,
+        num_kv_heads=3,
+        head_dim=64,
+        ratios=ratios,
+        counts=counts,
+        protected_rows=0,
+    )
+    for band in range(3):
+        slab = encode_slab(rows, band)
+        kv_bytes = int(counts[band].sum()) * 2 * rows.row_bytes
+        header = json.loads(slab.content[8 : slab.digests.header_bytes])
+        spans = [header[name]["data_offsets"] for i in range(30) for name in tensor_names(i)[2:]]
+        assert sum(end - start for start, end in spans) == kv_bytes
+        assert len(slab.content) - kv_bytes <= 0.03 * kv_bytes
+
+
+def test_any_flipped_bit_anywhere_is_seen() -> None:
+    rows = random_rows(num_layers=2, head_dim=2)
+    chosen = random.Random(7)
+    for band in range(len(rows.ratios)):
+        slab = encode_slab(rows, band)
+        _verify(rows, band, slab, slab.content)
+        for index in range(len(slab.content)):
+            damaged = bytearray(slab.content)
+            damaged[index] ^= 1 << chosen.randrange(8)
+            with pytest.raises(Corrupt):
+                _verify(rows, band, slab, bytes(damaged))
+
+
+def test_every_truncation_and_extension_is_seen() -> None:
+    rows = random_rows(head_dim=2)
+    slab = encode_slab(rows, 1)
+    for size in range(len(slab.content)):
+        with pytest.raises(Corrupt, match="size"):
+            _verify(rows, 1, slab, slab.content[:size])
+    with pytest.raises(Corrupt, match="size"):
+        _verify(rows, 1, slab, slab.content + b"\0")
+
+
+def test_a_slab_in_another_ones_place_is_seen() -> None:
+    # All of one size, so that only the content differs.
+    counts = np.full((2, 2, 2), 3, np.int32)
+    rows = random_rows(1, counts=counts, ratios=(0.1, 0.2))
+    other = random_rows(2, counts=counts, ratios=(0.1, 0.2))
+    slab = encode_slab(rows, 0)
+    for foreign in (encode_slab(rows, 1), encode_slab(other, 0)):
+        assert len(foreign.content) == len(slab.content)
+        with pytest.raises(Corrupt, match="digest"):
+            _verify(rows, 0, slab, foreign.content)
+
+
+def test_counts_other_than_the_manifests_are_seen_even_under_right_digests() -> None:
+    rows = random_rows(counts=np.array([[[2, 3]]], np.int32), ratios=(0.1,))
+    slab = encode_slab(rows, 0)
+    swapped = np.array([[3, 2]], np.int32)
+    with pytest.raises(Corrupt, match="counts"):
+        verify_slab(_bytes(slab.content), slab.digests, swapped, rows.dtype, rows.head_dim)
+
+
+def test_a_dtype_other_than_the_manifests_is_seen_even_under_right_digests() -> None:
+    rows = random_rows(dtype="bfloat16")
+    slab = encode_slab(rows, 0)
+    with pytest.raises(Corrupt, match="BF16"):
+        verify_slab(_bytes(slab.content), slab.digests, rows.counts[0], "float16", rows.head_dim)
+
+
+def test_a_right_digest_over_something_that_is_no_header_is_refused() -> None:
+    rows = random_rows()
+    slab = encode_slab(rows, 0)
+    content = bytearray(slab.content)
+    content[8:10] = b"[["
+    digest = xxhash.xxh3_128(bytes(content[: slab.digests.header_bytes])).hexdigest()
+    forged = replace(slab.digests, header_digest=digest)
+    with pytest.raises(Corrupt, match="header"):
+        verify_slab(_bytes(bytes(content)), forged, rows.counts[0], rows.dtype, rows.head_dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_rows_that_are_not_finite_are_never_stored(
+    dtype: CacheDtype, value: float, tensor: str
+) -> None:
+    rows = random_rows(dtype=dtype)
+    layer = rows.layers[1]
+    damaged = {"k": layer.k.copy(), "v": layer.v.copy()}
+    last_row = damaged[tensor][-1]
+    if dtype == "float32":
+        last_row.view(np.float32)[-1] = value
+    elif dtype == "float16":
+        last_row.view(np.float16)[-1] = value
+    else:
+        last_row.view(np.uint16)[-1] = np.array([value], np.float32).view(np.uint32)[0] >> 16
+    bad = replace(rows, layers=(rows.layers[0], LayerRows(**damaged, position=layer.position)))
+    encode_slab(bad, 0)
+    with pytest.raises(Invalid, match=f"layers.001.{tensor}: holds an infinity or NaN"):
+        encode_slab(bad, 2)
+
+
+def test_the_largest_finite_numbers_are_stored() -> None:
+    rows = random_rows(dtype="float16")
+    layer = rows.layers[0]
+    largest = np.full((len(layer.k), rows.head_dim), np.finfo(np.float16).max, np.float16)
+    extreme = LayerRows(np.ascontiguousarray(largest).view(np.uint8), layer.v, layer.position)
+    encode_slab(replace(rows, layers=(extreme, rows.layers[1])), 0)
