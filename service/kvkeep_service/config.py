@@ -39,6 +39,8 @@ class Settings(BaseSettings):
 
     model: str = Field("bundled", min_length=1)
     """Hub id, directory, GGUF file, or "bundled" for the packaged demo model."""
+    chat_template: Folder | None = None
+    """Jinja file used instead of the model's own chat template."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     threads: int | None = Field(None, ge=1, le=1024)
@@ -62,10 +64,8 @@ class Settings(BaseSettings):
     default_ttl_seconds: int | None = Field(None, ge=1, le=10 * 365 * 86400)
     """Expiry after creation of contexts registered without ``expires_after``; None is never."""
 
-    reserve_tokens: int = Field(256, ge=16, le=65536)
+    reserve_tokens: int = Field(256, ge=192, le=65536)
     """Positions kept free for question and answer: a document may use all but these."""
-    build_slice_ms: int = Field(200, ge=10, le=60_000)
-    """The longest a running build may hold the engine between two decode steps."""
     max_queue: int = Field(64, ge=1, le=100_000)
     """Queries that may wait for the engine; one more is answered 503 overloaded."""
     resident_bytes: int = Field(4 * 2**30, ge=0)

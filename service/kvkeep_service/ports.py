@@ -3,7 +3,7 @@
 Both sides import this module, so nothing here may reach torch, transformers or FastAPI.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -143,7 +143,9 @@ class Worker(Protocol):
     """Runs one model. Claims builds from the durable queue by itself once started."""
 
     @property
-    def model(self) -> ModelInfo: ...
+    def model(self) -> ModelInfo:
+        """The one model that this worker serves."""
+        ...
 
     async def prepare(
         self, tenant: str, document: DocumentSpec, compression: CompressionSpec
@@ -154,7 +156,7 @@ class Worker(Protocol):
         """
         ...
 
-    def query(self, request: QueryRequest) -> AsyncIterator[TokenEvent | AnswerEvent]:
+    def query(self, request: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
         """Answer one question: token events, then exactly one answer event.
 
         Closing the iterator (``aclose``) stops the generation within one token.
@@ -168,4 +170,6 @@ class Worker(Protocol):
         """Forget a resident cache once its running queries end. Modifies residency only."""
         ...
 
-    def stats(self) -> WorkerStats: ...
+    def stats(self) -> WorkerStats:
+        """Counts as of now."""
+        ...

@@ -15,7 +15,8 @@ from kvkeep_storage.records import ContextRecord, Expiry
 from kvkeep_service.errors import IdempotencyInFlight, IdempotencyMismatch, ModelNotFound
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Prepared, Worker
-from kvkeep_service.removal import Remover, Stores
+from kvkeep_service.removal import Remover
+from kvkeep_service.stores import Stores
 
 _log = structlog.get_logger(__name__)
 

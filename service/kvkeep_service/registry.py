@@ -27,7 +27,8 @@ from kvkeep_service.errors import (
 from kvkeep_service.ids import is_context_id
 from kvkeep_service.ports import DocumentSpec, Span, Worker
 from kvkeep_service.registration import Answered, Registration, once, register
-from kvkeep_service.removal import Remover, Stores
+from kvkeep_service.removal import Remover
+from kvkeep_service.stores import Stores
 
 State = Literal["ok", "degraded", "unavailable"]
 

@@ -1,36 +1,23 @@
 """Deleting a context, and the bytes of a cache that nobody refers to any more."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
 from kvkeep_storage.documents import delete_document
 from kvkeep_storage.errors import StorageError
-from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.generations import release_generation
 from kvkeep_storage.keys import DocumentKey, GenerationKey
-from kvkeep_storage.leases import Leases
-from kvkeep_storage.metadata import Metadata
-from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import Released
 
 from kvkeep_service.ports import Worker
+from kvkeep_service.stores import Stores
 
 _log = structlog.get_logger(__name__)
 
 # How long a DELETE waits for what usually takes milliseconds; the rest goes on behind it.
 _PATIENCE_SECONDS: Final = 1.0
 _READERS_POLL_SECONDS: Final = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """Everything that persists, opened by the composition root and closed by it."""
-
-    metadata: Metadata
-    objects: Objects
-    leases: Leases
-    jobs: Jobs
 
 
 class Remover:
@@ -84,11 +71,9 @@ class Remover:
         key = GenerationKey(tenant, cache_id, generation)
         try:
             # Nothing tells when a lease of another process ends: asking again is all there is.
-            while await self._stores.leases.readers(tenant, cache_id) > 0:  # noqa: ASYNC110
+            while not await release_generation(  # noqa: ASYNC110
+                self._stores.objects, self._stores.leases, key
+            ):
                 await asyncio.sleep(_READERS_POLL_SECONDS)
-            # Without its manifest a generation is nothing, whatever happens next.
-            await self._stores.objects.delete(key.manifest)
-            for stored in await self._stores.objects.objects_below(key.prefix):
-                await self._stores.objects.delete(stored.key)
         except StorageError as error:
             _log.warning("cache_left_to_sweeper", cache_id=cache_id, code=error.code)

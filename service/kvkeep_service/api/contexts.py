@@ -30,6 +30,10 @@ RETRY_AFTER_SECONDS: Final = 2
 # How often progress is looked at; the end is seen as soon as by any waiting request.
 _PROGRESS_SECONDS: Final = 0.25
 _METADATA: Final = "metadata."
+_EVENTS_EXAMPLE: Final = (
+    'event: progress\ndata: {"id":"ctx_01K9Z3V5J8Q6W2E4R7T1Y0N5PX","status":"building"}\n\n'
+    'event: ready\ndata: {"id":"ctx_01K9Z3V5J8Q6W2E4R7T1Y0N5PX","status":"ready"}\n\n'
+)
 
 router = APIRouter(prefix="/contexts", tags=["contexts"])
 
@@ -174,15 +178,17 @@ async def change_context(
 @router.delete(
     "/{context_id}",
     status_code=204,
+    response_class=Response,
     dependencies=[Depends(only_parameters())],
     responses=responses(*COMMON, "context_not_found", "storage_unavailable"),
 )
-async def delete_context(context_id: str, tenant: Tenant, registry: TheRegistry) -> None:
+async def delete_context(context_id: str, tenant: Tenant, registry: TheRegistry) -> Response:
     """Delete a context, its document, and its cache when no other context shares it.
 
     Deleting what is deleted is no error.
     """
     await registry.delete(tenant, context_id)
+    return Response(status_code=204)
 
 
 @router.get(
@@ -200,27 +206,33 @@ async def get_document(context_id: str, tenant: Tenant, registry: TheRegistry) -
 
 @router.get(
     "/{context_id}/events",
-    response_class=EventSourceResponse,
-    response_model=None,
+    # Not its response class: FastAPI would take the route for a generator, and a context that
+    # is not there would be answered 200.
+    response_class=Response,
     dependencies=[Depends(only_parameters())],
-    responses=responses(*COMMON, "context_not_found", "context_expired"),
+    responses={
+        200: {
+            "description": "`progress` events, then one `ready` or `failed` with the context.",
+            "content": {EventSourceResponse.media_type: {"example": _EVENTS_EXAMPLE}},
+        },
+        **responses(*COMMON, "context_not_found", "context_expired"),
+    },
 )
 async def follow_context(
     context_id: str, request: Request, tenant: Tenant, registry: TheRegistry
 ) -> Response:
-    """Follow a build: `progress` events, then one `ready` or `failed` with the context."""
+    """Follow a build: `progress` events, then one `ready` or `failed`; the context in each."""
     return await start_stream(_events(registry, tenant, context_id), request)
 
 
 async def _events(registry: Registry, tenant: str, context_id: str) -> AsyncGenerator[bytes, None]:
-    last = ""
+    shown: tuple[Status, str | None, float] | None = None
     record = await registry.context(tenant, context_id)
     while record.status in UNFINISHED:
-        view = ContextView.of(record)
-        shown = view.model_dump_json(include={"id", "object", "status", "progress"})
-        if shown != last:
-            yield event("progress", shown)
-            last = shown
+        state = (record.status, record.stage, record.fraction)
+        if state != shown:
+            yield event("progress", ContextView.of(record).model_dump_json())
+            shown = state
         record = await registry.finished(tenant, context_id, _PROGRESS_SECONDS)
     yield event(record.status, ContextView.of(record).model_dump_json())
 

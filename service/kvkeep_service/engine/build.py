@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
-
 from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.compaction import Selection, compact, keep_all, select
+from torch import Tensor
+
 from kvkeep_service.engine.cache import FullCache, ResidentContext
 from kvkeep_service.engine.model import LanguageModel
 
@@ -44,10 +44,12 @@ class DocumentTokens:
 
     @property
     def num_prefix(self) -> int:
+        """Tokens before the document."""
         return len(self.prefix_ids)
 
     @property
     def num_tokens(self) -> int:
+        """N: prefix and document; the position at which questions start."""
         return len(self.prefix_ids) + len(self.ids)
 
 

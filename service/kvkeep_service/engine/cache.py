@@ -1,11 +1,12 @@
 """The KV that the engine owns: a document's full cache, a query's tail, a resident context."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
+from kvkeep_kernels.layout import DenseKV, RaggedKV
 from torch import Tensor
 
-from kvkeep_kernels.layout import DenseKV, RaggedKV
 from kvkeep_service.engine.model import ModelShape
 
 _MIN_CAPACITY = 64
@@ -113,14 +114,14 @@ class ResidentContext:
         return sum(layer.size_bytes for layer in self.layers)
 
     def view(self, ratio: float) -> ContextView:
-        """The context at a stored ratio: the same buffers, shorter runs; made once per ratio.
+        """The context at the smallest stored ratio that reaches ``ratio``; made once for each.
 
-        Raises: KeyError, when ``ratio`` is not one of ``ratios``.
+        The same buffers with shorter runs. ``ratio`` is at most the built one.
         """
-        if ratio not in self.ratios:
-            raise KeyError(ratio)
+        band = bisect_left(self.ratios, ratio)
+        ratio = self.ratios[band]
         if ratio not in self._views:
-            lengths = self.counts[: self.ratios.index(ratio) + 1].sum(dim=0, dtype=torch.int32)
+            lengths = self.counts[: band + 1].sum(dim=0, dtype=torch.int32)
             layers = tuple(
                 rows.truncated(length.to(rows.start.device))
                 for rows, length in zip(self.layers, lengths, strict=True)

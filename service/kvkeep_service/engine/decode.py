@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from kvkeep_kernels.attention import ragged_decode, ragged_prefill
 from torch import Tensor
 
-from kvkeep_kernels.attention import ragged_decode, ragged_prefill
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
 from kvkeep_service.engine.model import LanguageModel
@@ -31,6 +31,8 @@ class Sequence:
     """One running query: its question, its tail, its text so far.
 
     Positions continue at the document's length N, however few of its rows were kept.
+    ``read_at`` and ``first_token_at``: when reading began and the first token was there, by
+    ``time.perf_counter``.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Sequence:
         self._sampler = Sampler(options.sampling)
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, options.stop)
-        self.started_at = time.perf_counter()
+        self.read_at: float | None = None
         self.first_token_at: float | None = None
 
     @property
@@ -63,6 +65,7 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
+        """Whether the whole question has been read."""
         return self.tail.tokens >= len(self.question_ids)
 
     def accept(self, logits: Tensor) -> str:
@@ -83,8 +86,6 @@ class Sequence:
         elif len(self.generated) >= self._options.max_tokens:
             self.finish_reason = "length"
             piece += self._text.finish()
-            if self._text.is_stopped:
-                self.finish_reason = "stop"
         return piece
 
 
@@ -93,6 +94,8 @@ def prefill_question(model: LanguageModel, sequence: Sequence) -> str | None:
 
     Modifies the sequence and its tail; one bounded work item.
     """
+    if sequence.read_at is None:
+        sequence.read_at = time.perf_counter()
     first = sequence.tail.tokens
     piece = sequence.question_ids[first : first + QUESTION_SLICE_TOKENS]
     positions = torch.arange(sequence.position, sequence.position + len(piece))[None]

@@ -16,8 +16,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         """``stop``: non-empty strings that end the answer and are not part of it."""
         self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream: Any = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._decoded_length = 0
@@ -27,7 +26,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Add one token; return the text that is now certain, which may be empty."""
         self._ids.append(token_id)
-        piece = self._stream.step(self._backend, token_id) or ""
+        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id) or ""
         self._decoded_length += len(piece)
         return self._release(piece)
 

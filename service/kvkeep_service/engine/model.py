@@ -237,7 +237,7 @@ def _resolve_device(device: str) -> torch.device:
 
 
 def _resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
-    """"auto" is float32 on a CPU, where answers are promised equal in any batch."""
+    """ "auto" is float32 on a CPU, where answers are promised equal in any batch."""
     if dtype != "auto":
         return _DTYPES[dtype]
     if device.type == "cpu":
@@ -248,7 +248,10 @@ def _resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     found: set[int] = set()
-    generation = model.generation_config.eos_token_id if model.generation_config else None
-    for ids in (generation, model.config.eos_token_id, tokenizer.eos_token_id):
+    for ids in (
+        model.generation_config.eos_token_id,
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         found.update([ids] if isinstance(ids, int) else ids or [])
     return frozenset(found)

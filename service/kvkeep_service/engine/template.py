@@ -12,12 +12,12 @@ leaves added tokens such as ``<tool_call>`` alive in ordinary pieces.
 """
 
 import hashlib
+import inspect
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
 
 from kvkeep_service.errors import InvalidRequest, ModelUnsupported, TemplateChangesPrefix
 
@@ -50,7 +50,7 @@ class ChatTemplate:
         does not keep document and question verbatim and in order.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, model: str) -> None:
+    def __init__(self, tokenizer: Any, *, model: str) -> None:
         """Check the template on a probe text before anything is served with it."""
         if not tokenizer.is_fast:
             raise ModelUnsupported(model, "its tokenizer is not a fast one (no character offsets)")
@@ -64,12 +64,16 @@ class ChatTemplate:
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(list(control)))
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
+        # A template keyword may not be one of the renderer's own, such as another template.
+        self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        # Tokenising sets state on the shared backend, and is called from several threads.
+        self._lock = threading.Lock()
         self._probe()
 
     @property
     def digest(self) -> str:
         """Identity of everything that turns text into ids: tokenizer and template."""
-        backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+        backend = self._tokenizer.backend_tokenizer
         return hashlib.sha256(
             f"{backend.to_str()}\0{self._tokenizer.chat_template}".encode()
         ).hexdigest()
@@ -129,6 +133,9 @@ class ChatTemplate:
     def _render(
         self, system: str | None, content: str, arguments: Mapping[str, object] | None
     ) -> str:
+        for name in arguments or {}:
+            if name in self._reserved:
+                raise InvalidRequest(f"chat_template_kwargs.{name}", "is not a template keyword")
         messages = [{"role": "user", "content": content}]
         if system:
             messages.insert(0, {"role": "system", "content": self._marked(system)})
@@ -187,10 +194,11 @@ class ChatTemplate:
         return self._encode_plain(part, as_text=as_text)
 
     def _encode_plain(self, text: str, *, as_text: bool) -> Piece:
-        encoded = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            split_special_tokens=as_text,
-        )
+        with self._lock:
+            encoded = self._tokenizer(
+                text,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                split_special_tokens=as_text,
+            )
         return Piece(list(encoded["input_ids"]), [tuple(o) for o in encoded["offset_mapping"]])

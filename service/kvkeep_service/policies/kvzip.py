@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
-
 from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.scoring import chunk_max_attention, row_lse
+from torch import Tensor
+
 from kvkeep_service.engine.build import SLICE_TOKENS, DocumentTokens
 from kvkeep_service.engine.cache import FullCache, Tail
 from kvkeep_service.engine.model import LanguageModel
@@ -90,7 +90,7 @@ class KVzip:
     def __init__(self, prompts: RepeatPrompts, *, scoring: Scoring, chunk_tokens: int) -> None:
         self._prompts = prompts
         self._scoring: Scoring = scoring
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
 
     def score(
         self, model: LanguageModel, cache: FullCache, document: DocumentTokens
@@ -98,7 +98,7 @@ class KVzip:
         """As ``ScoringPolicy.score``; one work item per slice of a repeat input."""
         shape, total = model.shape, len(document.ids)
         scores = torch.zeros(shape.num_layers, shape.num_kv_heads, total, device=model.device)
-        for chunk in _chunks(total, self._chunk_tokens):
+        for chunk in _chunks(total, self.chunk_tokens):
             ids = self._prompts.repeat_input(document, chunk)
             repeat = _RepeatPass(model, cache, document, chunk, self._scoring, scores)
             for done in _forward_in_slices(model, ids, document.num_tokens, repeat):

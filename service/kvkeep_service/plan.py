@@ -1,0 +1,172 @@
+"""From a document and its options to what will be built: tokens, identity, policy.
+
+Registering and building both plan, from the same stored facts, and must get the same
+fingerprint: that is how a build knows that it builds what was promised.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
+from torch import Tensor
+
+from kvkeep_service.engine.build import DocumentTokens
+from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.errors import DocumentTooLong, InvalidRequest
+from kvkeep_service.policies.kvzip import (
+    MIN_DOCUMENT_TOKENS,
+    POLICY_VERSION,
+    KVzip,
+    RepeatPrompts,
+    chunk_tokens,
+)
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+
+BANDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Ratios (fractions kept) at which every artifact up to its own ratio can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """What to build. ``policy`` None keeps every row."""
+
+    document: DocumentTokens
+    prefix_text: str
+    fingerprint: Fingerprint
+    policy: KVzip | None
+
+    @property
+    def policy_applied(self) -> str:
+        """The policy that really decides: "none" for documents too short to evict from."""
+        return self.policy.name if self.policy else "none"
+
+    @property
+    def num_protected(self) -> int:
+        """Tokens that are never evicted: the prefix and the user's spans."""
+        return self.document.num_prefix + int(self.document.protected.sum())
+
+
+class Planner:
+    """Plans for one loaded model. Safe in several threads."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        """Tokenise the policy's prompts once."""
+        self._loaded = loaded
+        self._prompts = RepeatPrompts.from_template(loaded.template)
+        info = loaded.info
+        self.identity = ModelIdentity(
+            model=info.name,
+            weights_digest=info.weights_digest,
+            tokenizer_digest=loaded.template.digest,
+            dtype=info.dtype,
+            rope=loaded.rope,
+            num_layers=info.num_layers,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            adapter_digest="",
+        )
+
+    def plan(
+        self,
+        tenant: str,
+        document: DocumentSpec,
+        compression: CompressionSpec,
+        prefix_text: str | None = None,
+    ) -> BuildPlan:
+        """Tokenise and identify. ``prefix_text``: the stored one, when the document has one.
+
+        Raises: DocumentTooLong; InvalidRequest for a span outside the document, or text the
+            chat template refuses.
+        """
+        template, info = self._loaded.template, self._loaded.info
+        if prefix_text is None:
+            prefix_text = template.frame(document.system, document.instructions).prefix
+        prefix_ids = template.prefix_ids(prefix_text)
+        piece = template.document_piece(document.text)
+        total = len(prefix_ids) + len(piece.ids)
+        if total > info.max_document_tokens:
+            raise DocumentTooLong(total, info.max_document_tokens)
+        protected = _protected(document, piece.offsets)
+        evicts = compression.policy != "none" and len(piece.ids) >= MIN_DOCUMENT_TOKENS
+        chunk = chunk_tokens(compression.scoring, total, info.max_positions)
+        policy = (
+            KVzip(self._prompts, scoring=compression.scoring, chunk_tokens=chunk)
+            if evicts
+            else None
+        )
+        fingerprint = self._fingerprint(
+            tenant, prefix_text, [*prefix_ids, *piece.ids], protected, compression, policy
+        )
+        tokens = DocumentTokens(prefix_ids, piece.ids, protected)
+        return BuildPlan(tokens, prefix_text, fingerprint, policy)
+
+    def _fingerprint(
+        self,
+        tenant: str,
+        prefix_text: str,
+        ids: Sequence[int],
+        protected: Tensor,
+        compression: CompressionSpec,
+        policy: KVzip | None,
+    ) -> Fingerprint:
+        identity = self.identity
+        parameters: dict[str, str | int | float] = {}
+        if policy is not None:
+            parameters = {"scoring": compression.scoring, "chunk_tokens": policy.chunk_tokens}
+        return Fingerprint(
+            model=identity.model,
+            weights_digest=identity.weights_digest,
+            tokenizer_digest=identity.tokenizer_digest,
+            prefix_text=prefix_text,
+            dtype=identity.dtype,
+            rope=identity.rope,
+            num_layers=identity.num_layers,
+            num_kv_heads=identity.num_kv_heads,
+            head_dim=identity.head_dim,
+            token_ids_digest=digest_token_ids(ids),
+            protected=_spans(protected),
+            policy=policy.name if policy else "none",
+            policy_version=POLICY_VERSION,
+            policy_parameters=parameters,
+            quantization="none",
+            adapter_digest=identity.adapter_digest,
+            tenant_salt=tenant,
+        )
+
+
+def band_ratios(ratio: float, kept_before: Sequence[float] = ()) -> tuple[float, ...]:
+    """Where to cut an artifact of this ratio; ``kept_before``: cuts that contexts rely on."""
+    cuts = {cut for cut in (*BANDS, *kept_before) if cut < ratio}
+    return (*sorted(cuts), ratio)
+
+
+def _protected(document: DocumentSpec, offsets: Sequence[tuple[int, int]]) -> Tensor:
+    """Mark every token that overlaps a protected span. Returns [document tokens] bool."""
+    marks = torch.zeros(len(offsets), dtype=torch.bool)
+    if not document.protect:
+        return marks
+    begin = torch.tensor([offset[0] for offset in offsets])
+    end = torch.tensor([offset[1] for offset in offsets])
+    for index, span in enumerate(document.protect):
+        _check_span(index, span, len(document.text))
+        marks |= (begin < span.end) & (end > span.start)
+    return marks
+
+
+def _check_span(index: int, span: Span, length: int) -> None:
+    if not 0 <= span.start < span.end <= length:
+        raise InvalidRequest(
+            f"protect[{index}]", f"needs 0 <= start < end <= {length}, the document's characters"
+        )
+
+
+def _spans(marks: Tensor) -> tuple[tuple[int, int], ...]:
+    """Half-open runs of marked tokens."""
+    spans: list[tuple[int, int]] = []
+    for token in torch.nonzero(marks).flatten().tolist():
+        if spans and spans[-1][1] == token:
+            spans[-1] = (spans[-1][0], token + 1)
+        else:
+            spans.append((token, token + 1))
+    return tuple(spans)

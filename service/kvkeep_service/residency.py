@@ -1,0 +1,143 @@
+"""Which caches are in memory: pinned while used, shared, loaded once, evicted by budget.
+
+Belongs to the event loop: nothing here is called from the engine's thread.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvkeep_service.engine.cache import ResidentContext
+from kvkeep_service.ports import CacheSource
+
+
+class CacheKey(NamedTuple):
+    """A cache of a tenant."""
+
+    tenant: str
+    cache_id: str
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    context: ResidentContext
+    pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A resident cache in use, where it came from, and how long that took in seconds."""
+
+    context: ResidentContext
+    source: CacheSource
+    load_seconds: float
+
+
+class Residency:
+    """A budgeted table of resident caches, least recently used out first.
+
+    A cache in use is never evicted, so the budget is exceeded while queries need more.
+    """
+
+    def __init__(
+        self, load: Callable[[CacheKey], Awaitable[ResidentContext]], *, budget_bytes: int
+    ) -> None:
+        """``load`` brings a cache from the store, verified, or raises."""
+        self._load = load
+        self._budget_bytes = budget_bytes
+        self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
+        self._loading: dict[CacheKey, asyncio.Task[ResidentContext]] = {}
+        self._detached: set[_Entry] = set()
+
+    @asynccontextmanager
+    async def pinned(self, key: CacheKey, ratio: float) -> AsyncIterator[Pinned]:
+        """Hold a cache that reaches ``ratio`` for the length of a ``with`` block.
+
+        Raises: what ``load`` raises; every waiter of one load gets the same error.
+        """
+        started = time.perf_counter()
+        entry, source = self._entries.get(key), "resident"
+        if entry is None or entry.context.ratios[-1] < ratio:
+            entry, source = await self._fetch(key), "store"
+        entry.pins += 1
+        if self._entries.get(key) is entry:
+            self._entries.move_to_end(key)
+        else:
+            self._detached.add(entry)
+        try:
+            yield Pinned(
+                entry.context,
+                "resident" if source == "resident" else "store",
+                time.perf_counter() - started,
+            )
+        finally:
+            entry.pins -= 1
+            if not entry.pins:
+                self._detached.discard(entry)
+            self._evict()
+
+    def adopt(self, key: CacheKey, context: ResidentContext) -> None:
+        """Keep a cache that was just built, as if it had been loaded."""
+        self._replace(key, context)
+        self._evict()
+
+    def drop(self, key: CacheKey) -> None:
+        """Forget a cache now; queries that hold it keep their reference until they end."""
+        self._loading.pop(key, None)
+        self._remove(key)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of K and V held, those still used after ``drop`` included."""
+        held = [*self._entries.values(), *self._detached]
+        return sum(entry.context.size_bytes for entry in held)
+
+    @property
+    def num_caches(self) -> int:
+        """Caches a query would find in memory."""
+        return len(self._entries)
+
+    @property
+    def num_pinned(self) -> int:
+        """Caches in use."""
+        return len(self._detached) + sum(1 for e in self._entries.values() if e.pins)
+
+    async def _fetch(self, key: CacheKey) -> _Entry:
+        task = self._loading.get(key)
+        if task is None:
+            task = asyncio.ensure_future(self._load(key))
+            self._loading[key] = task
+        try:
+            # Shielded: one waiter that goes away must not take the load from the others.
+            context = await asyncio.shield(task)
+        finally:
+            is_current = self._loading.get(key) is task
+            if is_current and task.done():
+                del self._loading[key]
+        present = self._entries.get(key)
+        if present is not None and present.context is context:
+            return present
+        # Dropped meanwhile: whoever waited may use it, but nobody after them.
+        return self._replace(key, context) if is_current else _Entry(context)
+
+    def _replace(self, key: CacheKey, context: ResidentContext) -> _Entry:
+        self._remove(key)
+        entry = _Entry(context)
+        self._entries[key] = entry
+        return entry
+
+    def _remove(self, key: CacheKey) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None and entry.pins:
+            self._detached.add(entry)
+
+    def _evict(self) -> None:
+        for key, entry in list(self._entries.items()):
+            if self.size_bytes <= self._budget_bytes:
+                return
+            if not entry.pins:
+                del self._entries[key]

@@ -1,0 +1,173 @@
+"""The local worker: one model in this process, joined to the store."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
+from kvkeep_storage.load import load
+
+from kvkeep_service.builder import Builder
+from kvkeep_service.engine.cache import ResidentContext
+from kvkeep_service.engine.decode import Sequence, SequenceOptions
+from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.engine.sampling import SamplingOptions
+from kvkeep_service.engine.scheduler import Scheduler
+from kvkeep_service.errors import ContextModelMismatch, ContextNotReady, QuestionTooLong
+from kvkeep_service.plan import Planner
+from kvkeep_service.ports import (
+    AnswerEvent,
+    CompressionSpec,
+    DocumentSpec,
+    ModelInfo,
+    Prepared,
+    QueryRequest,
+    TokenEvent,
+    WorkerStats,
+)
+from kvkeep_service.recovery import Recovery
+from kvkeep_service.residency import CacheKey, Pinned, Residency
+from kvkeep_service.rows import to_engine
+from kvkeep_service.running import RunningQuery
+from kvkeep_service.stores import Stores
+
+_STOP_SECONDS = 20.0
+
+
+class LocalWorker:
+    """Implements ``ports.Worker``: engine thread, residency and builder of this process."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        stores: Stores,
+        recovery: Recovery,
+        *,
+        owner: str,
+        max_queue: int,
+        resident_bytes: int,
+        threads: int | None = None,
+    ) -> None:
+        """Nothing runs until ``start``."""
+        self._loaded = loaded
+        self._stores = stores
+        self._recovery = recovery
+        self._planner = Planner(loaded)
+        self._scheduler = Scheduler(loaded.language_model, max_waiting=max_queue, threads=threads)
+        self._residency = Residency(self._load, budget_bytes=resident_bytes)
+        self._builder = Builder(
+            stores,
+            self._planner,
+            loaded.language_model,
+            self._scheduler,
+            self._residency,
+            owner=owner,
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        """The served model."""
+        return self._loaded.info
+
+    def start(self) -> None:
+        """Start the engine's thread and begin to claim builds."""
+        self._scheduler.start()
+        self._builder.start()
+
+    async def stop(self) -> None:
+        """End builds (they return to the queue) and queries, then the engine's thread."""
+        await self._builder.stop()
+        await asyncio.to_thread(self._scheduler.stop, _STOP_SECONDS)
+
+    async def prepare(
+        self, tenant: str, document: DocumentSpec, compression: CompressionSpec
+    ) -> Prepared:
+        """As ``ports.Worker.prepare``."""
+        plan = await asyncio.to_thread(self._planner.plan, tenant, document, compression)
+        model = self._loaded.language_model
+        return Prepared(
+            prefix_text=plan.prefix_text,
+            document_tokens=len(plan.document.ids),
+            protected_tokens=plan.num_protected,
+            total_tokens=plan.document.num_tokens,
+            policy_applied=plan.policy_applied,
+            full_bytes=model.shape.full_bytes(plan.document.num_tokens, model.dtype),
+            fingerprint=plan.fingerprint,
+        )
+
+    async def query(self, request: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
+        """As ``ports.Worker.query``."""
+        started = time.perf_counter()
+        question_ids = await asyncio.to_thread(
+            self._loaded.template.question_ids,
+            request.question,
+            request.system,
+            request.chat_template_kwargs,
+        )
+        key = CacheKey(request.tenant, request.cache_id)
+        try:
+            async with self._residency.pinned(key, request.ratio) as pinned:
+                sequence = self._sequence(request, question_ids, pinned)
+                running = RunningQuery(sequence, received_at=started)
+                async with aclosing(running.events(self._scheduler)) as events:
+                    async for event in events:
+                        yield event
+                yield running.answer(request, pinned)
+        except (Corrupt, NotFound) as error:
+            await self._recovery.recover(
+                request.tenant, request.cache_id, request.context_id, error
+            )
+            raise ContextNotReady(request.context_id, "rebuilding") from error
+        except Incompatible as error:
+            raise ContextModelMismatch(request.context_id, error.found, error.expected) from error
+
+    async def drop(self, tenant: str, cache_id: str) -> None:
+        """As ``ports.Worker.drop``."""
+        self._residency.drop(CacheKey(tenant, cache_id))
+
+    def stats(self) -> WorkerStats:
+        """As ``ports.Worker.stats``."""
+        engine = self._scheduler.stats()
+        return WorkerStats(
+            resident_caches=self._residency.num_caches,
+            resident_bytes=self._residency.size_bytes,
+            pinned_caches=self._residency.num_pinned,
+            running_queries=engine.running,
+            waiting_queries=engine.waiting,
+            running_builds=self._builder.num_running,
+            alive=engine.is_alive,
+        )
+
+    async def _load(self, key: CacheKey) -> ResidentContext:
+        stores = self._stores
+        loaded = await load(
+            stores.objects,
+            stores.metadata,
+            stores.leases,
+            key.tenant,
+            key.cache_id,
+            expected=self._planner.identity,
+            ratio=None,
+        )
+        device = self._loaded.language_model.device
+        return await asyncio.to_thread(to_engine, loaded.rows, loaded.manifest.tokens_total, device)
+
+    def _sequence(self, request: QueryRequest, question_ids: list[int], pinned: Pinned) -> Sequence:
+        """Raises: QuestionTooLong, when no position is left for an answer."""
+        model = self._loaded.language_model
+        left = model.shape.max_positions - pinned.context.num_tokens
+        if len(question_ids) >= left:
+            raise QuestionTooLong(len(question_ids), left - 1)
+        sampling = SamplingOptions(request.temperature, request.top_p, request.top_k, request.seed)
+        options = SequenceOptions(
+            min(request.max_tokens, left - len(question_ids)), sampling, request.stop
+        )
+        return Sequence(
+            model,
+            pinned.context.view(request.ratio),
+            question_ids,
+            options,
+            tokenizer=self._loaded.tokenizer,
+            stop_ids=self._loaded.stop_ids,
+        )
