@@ -7,8 +7,8 @@ replaced before it is used, so a restarted server is found again by the next cal
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Self, TypeAlias
 from urllib.parse import urlsplit
@@ -26,6 +26,7 @@ Reply: TypeAlias = "int | str | list[Reply] | None"
 
 SCHEMES: Final = ("redis", "rediss", "unix")
 _MAX_CONNECTIONS: Final = 64
+_SCAN_SECONDS: Final = 60.0
 
 # How often a script over the references of a cache is tried while they keep changing.
 MAX_RACES: Final = 20
@@ -87,50 +88,47 @@ class RedisLink:
         prepared = self._scripts.get(script)
         if prepared is None:
             prepared = self._scripts[script] = self._redis.register_script(script)
-        with _translated("script"):
-            async with asyncio.timeout(self._deadline_seconds()):
-                reply: Reply = await prepared(keys=list(keys), args=list(args))
-                return reply
+        async with self._call("script"):
+            reply: Reply = await prepared(keys=list(keys), args=list(args))
+        return reply
 
-    async def command(self, *words: Word, block_seconds: float = 0.0) -> Reply:
+    async def command(self, *words: Word) -> Reply:
         """Send one command whose reply is a number, a text or a list of them.
 
-        ``block_seconds`` is how long the server may hold the reply back; it must stay below
-        the timeout. Raises: MetadataUnavailable.
+        Raises: MetadataUnavailable.
         """
-        with _translated(str(words[0])):
-            async with asyncio.timeout(self._deadline_seconds() + block_seconds):
-                # redis-py leaves this one method unannotated.
-                sent = self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
-                reply: Reply = await sent
-                return reply
+        async with self._call(str(words[0])):
+            # redis-py leaves this one method unannotated.
+            sent = self._redis.execute_command(*words)  # type: ignore[no-untyped-call]
+            reply: Reply = await sent
+        return reply
 
     async def hashes(self, keys: Sequence[str]) -> list[Mapping[str, str]]:
         """Read hashes, one round trip for all; a missing one is empty. Not atomic.
 
         Raises: MetadataUnavailable.
         """
-        with _translated("HGETALL"):
-            async with asyncio.timeout(self._deadline_seconds()):
-                pipeline = self._redis.pipeline(transaction=False)
-                for key in keys:
-                    pipeline.hgetall(key)
-                return await pipeline.execute()
+        async with self._call("HGETALL"):
+            pipeline = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipeline.hgetall(key)
+            found: list[Mapping[str, str]] = await pipeline.execute()
+        return found
 
     async def members(self, key: str) -> list[str]:
         """The members of a set, sorted; a missing set is empty. Raises: MetadataUnavailable."""
-        with _translated("SMEMBERS"):
-            async with asyncio.timeout(self._deadline_seconds()):
-                return sorted(str(member) for member in await self._redis.smembers(key))
+        async with self._call("SMEMBERS"):
+            found = await self._redis.smembers(key)
+        return sorted(str(member) for member in found)
 
     async def keys(self, pattern: str) -> list[str]:
-        """Every key of the server that matches a glob; may take long. Raises: MetadataUnavailable.
+        """Every key of the server that matches a glob. Raises: MetadataUnavailable.
 
         A key that exists all the while is found; one that comes or goes is found or not.
         """
-        with _translated("SCAN"):
+        async with self._call("SCAN", _SCAN_SECONDS):
             found = {str(key) async for key in self._redis.scan_iter(match=pattern, count=1000)}
-            return sorted(found)
+        return sorted(found)
 
     async def next_entry(
         self, stream: str, group: str, consumer: str, block_seconds: float
@@ -140,19 +138,31 @@ class RedisLink:
         ``block_seconds`` must stay below the timeout. Raises: MetadataUnavailable.
         """
         block_ms = max(1, round(block_seconds * 1000))
-        with _translated("XREADGROUP"):
-            async with asyncio.timeout(self._deadline_seconds() + block_seconds):
-                streams = await self._redis.xreadgroup(
-                    group, consumer, {stream: ">"}, count=1, block=block_ms
-                )
+        async with self._call("XREADGROUP", block_seconds):
+            streams = await self._redis.xreadgroup(
+                group, consumer, {stream: ">"}, count=1, block=block_ms
+            )
         for _, entries in streams or []:
             for entry_id, fields in entries:
                 return StreamEntry(str(entry_id), dict(fields))
         return None
 
-    def _deadline_seconds(self) -> float:
+    @asynccontextmanager
+    async def _call(self, operation: str, more_seconds: float = 0.0) -> AsyncIterator[None]:
+        task = asyncio.current_task()
+        cancellations = task.cancelling() if task else 0
         # Waiting for a connection, opening it, and the command itself.
-        return 3 * self.timeout_seconds
+        deadline_seconds = 3 * self.timeout_seconds + more_seconds
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                yield
+        except (RedisError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise MetadataUnavailable(f"redis {operation}", reason) from error
+        # redis-py sends under asyncio.wait_for, which before Python 3.12 forgets a cancellation
+        # that comes as the sending ends; the caller would wait for this task for ever.
+        if task and task.cancelling() > cancellations:
+            raise asyncio.CancelledError
 
 
 class RedisTable:
@@ -162,15 +172,6 @@ class RedisTable:
         """Keep the link, which the caller closes."""
         self._link = link
         self._clock = clock
-
-
-@contextmanager
-def _translated(operation: str) -> Iterator[None]:
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        reason = str(error) or type(error).__name__
-        raise MetadataUnavailable(f"redis {operation}", reason) from error
 
 
 def texts(reply: Reply) -> list[str]:

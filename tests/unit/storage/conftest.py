@@ -1,0 +1,39 @@
+"""A real embedded Valkey for the whole run, and an empty database for each test."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from kvkeep_storage.embedded import EmbeddedStore
+from kvkeep_storage.metadata import Metadata
+from redis.asyncio import Redis
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    store = EmbeddedStore(Path(tmp_path_factory.mktemp("valkey")))
+    store.start()
+    try:
+        yield store.redis_url
+    finally:
+        store.stop()
+
+
+@pytest.fixture
+async def redis(valkey_url: str) -> AsyncIterator[Redis]:
+    """A client of its own, to arrange and check around the code under test."""
+    client = Redis.from_url(valkey_url, decode_responses=True, protocol=2)
+    await client.flushall()
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@pytest.fixture
+async def metadata(valkey_url: str, redis: Redis) -> AsyncIterator[Metadata]:
+    connected = await Metadata.connect(valkey_url)
+    try:
+        yield connected
+    finally:
+        await connected.close()
