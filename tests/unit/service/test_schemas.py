@@ -1,0 +1,285 @@
+import json
+from typing import Any
+
+import pytest
+from kvkeep_service.api.schemas import (
+    Compression,
+    ContextCreate,
+    ContextPatch,
+    Query,
+    check_ratio,
+    refuse_surrogates,
+)
+from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
+from kvkeep_service.ports import CompressionSpec, Span
+from pydantic import BaseModel, ValidationError
+
+
+def refused(model: type[BaseModel], body: dict[str, Any]) -> dict[str, str]:
+    """Map each refused field to the reason."""
+    with pytest.raises(ValidationError) as error:
+        model.model_validate(body)
+    return {".".join(map(str, item["loc"])): item["msg"] for item in error.value.errors()}
+
+
+def create(**fields: Any) -> ContextCreate:
+    return ContextCreate.model_validate({"document": "some text", **fields})
+
+
+UNSUPPORTED_COMPRESSION = [
+    *(("policy", policy) for policy in ("kvzip_head", "kvpop", "streaming", "snapkv")),
+    *(("policy", policy) for policy in ("expected_attention", "random")),
+    ("ratio", "auto"),
+    ("tokens", 500),
+    ("neighbours", 2),
+    ("max_loss", 0.01),
+    ("normalization", "kvzip_plus"),
+    *(("quantization", kind) for kind in ("int8", "int4", "fp8")),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), UNSUPPORTED_COMPRESSION)
+def test_what_this_version_cannot_compress_is_refused_by_name(field: str, value: object) -> None:
+    reasons = refused(ContextCreate, {"document": "x", "compression": {field: value}})
+    assert reasons.keys() == {f"compression.{field}"}
+    assert "not supported by this version" in reasons[f"compression.{field}"]
+
+
+UNSUPPORTED_QUERY = [
+    ("questions", ["a", "b"]),
+    ("messages", [{"role": "user", "content": "a"}]),
+    ("min_ratio", 0.1),
+    ("logprobs", True),
+    ("session", "ans_1"),
+    ("fork", True),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), UNSUPPORTED_QUERY)
+def test_what_this_version_cannot_answer_is_refused_by_name(field: str, value: object) -> None:
+    reasons = refused(Query, {"question": "x", field: value})
+    assert reasons.keys() == {field}
+    assert "not supported by this version" in reasons[field]
+
+
+def test_a_conversation_as_document_is_refused_by_name() -> None:
+    reasons = refused(ContextCreate, {"messages": [{"role": "user", "content": "hello"}]})
+    assert "not supported by this version" in reasons["messages"]
+
+
+def test_every_field_of_the_contract_is_taken_at_its_default() -> None:
+    ContextCreate.model_validate(
+        {
+            "document": "x",
+            "documents": None,
+            "messages": None,
+            "name": None,
+            "metadata": {},
+            "system": None,
+            "instructions": None,
+            "protect": [],
+            "model": None,
+            "compression": {
+                "policy": "kvzip",
+                "ratio": 0.3,
+                "allow_lossy": False,
+                "tokens": None,
+                "neighbours": 0,
+                "max_loss": None,
+                "scoring": "auto",
+                "normalization": "none",
+                "quantization": "none",
+            },
+            "expires_after": None,
+        }
+    )
+    Query.model_validate(
+        {
+            "question": "x",
+            "messages": None,
+            "questions": None,
+            "system": None,
+            "ratio": None,
+            "min_ratio": None,
+            "max_tokens": 256,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "seed": None,
+            "stop": [],
+            "logprobs": False,
+            "return_token_ids": False,
+            "chat_template_kwargs": {},
+            "stream": False,
+            "session": None,
+            "fork": False,
+        }
+    )
+
+
+@pytest.mark.parametrize("model", [ContextCreate, ContextPatch, Query])
+def test_an_unknown_field_is_refused(model: type[BaseModel]) -> None:
+    assert "colour" in refused(model, {"colour": "red"})
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"name": "n" * 257}, "name"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+        ({"metadata": {"k": 1}}, "metadata.k"),
+        ({"metadata": {"": "v"}}, "metadata..[key]"),
+        ({"protect": [{"start": -1, "end": 4}]}, "protect.0.start"),
+        ({"protect": [{"start": 1}]}, "protect.0.end"),
+        ({"expires_after": {"anchor": "created_at", "seconds": 0}}, "expires_after.seconds"),
+        ({"expires_after": {"anchor": "tomorrow", "seconds": 1}}, "expires_after.anchor"),
+        ({"compression": {"ratio": "0.3"}}, "compression.ratio"),
+        ({"compression": {"ratio": True}}, "compression.ratio"),
+        ({"compression": {"ratio": float("nan")}}, "compression.ratio"),
+        ({"compression": None}, "compression"),
+        ({"wait": 301}, "wait"),
+        ({"documents": []}, "documents"),
+        ({"document": 7}, "document"),
+    ],
+)
+def test_a_value_outside_its_limit_is_refused_by_name(body: dict[str, Any], field: str) -> None:
+    assert field in refused(ContextCreate, body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("temperature", -0.1),
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop", ["s"] * 9),
+        ("stream", "yes"),
+        ("wait", 300.5),
+    ],
+)
+def test_a_query_option_outside_its_limit_is_refused_by_name(field: str, value: object) -> None:
+    assert refused(Query, {"question": "x", field: value}).keys() == {field}
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    assert "stop.0" in refused(Query, {"question": "x", "stop": [""]})
+
+
+def test_documents_are_joined_to_one_text_with_their_names() -> None:
+    body = ContextCreate.model_validate(
+        {"documents": [{"name": "a.md", "text": "one\n"}, {"name": "b.md", "text": "two"}]}
+    )
+    assert body.document_spec().text == "a.md\n\none\n\n\nb.md\n\ntwo"
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"document": "x", "documents": [{"name": "a", "text": "x"}]}, {"document": None}]
+)
+def test_a_document_comes_in_one_form(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="document"):
+        ContextCreate.model_validate(body).document_spec()
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\t\r\n", "\u2003\u00a0"])
+def test_white_space_is_no_document(text: str) -> None:
+    with pytest.raises(EmptyDocument):
+        ContextCreate.model_validate({"document": text}).document_spec()
+    with pytest.raises(EmptyDocument):
+        ContextCreate.model_validate(
+            {"documents": [{"name": "named", "text": text}]}
+        ).document_spec()
+
+
+def test_nul_is_text() -> None:
+    assert create(document="\0").document_spec().text == "\0"
+
+
+def test_a_span_reaches_to_the_end_and_no_further() -> None:
+    assert create(protect=[{"start": 5, "end": 9}]).document_spec().protect == (Span(5, 9),)
+    for span in ({"start": 5, "end": 10}, {"start": 5, "end": 5}, {"start": 6, "end": 2}):
+        with pytest.raises(InvalidRequest, match=r"protect\.1\.end"):
+            create(protect=[{"start": 0, "end": 1}, span]).document_spec()
+
+
+def test_spans_count_characters_not_bytes() -> None:
+    body = create(document="🙂é", protect=[{"start": 0, "end": 2}])
+    assert body.document_spec().protect == (Span(0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("body", "spec"),
+    [
+        ({}, CompressionSpec("kvzip", 0.3, "local")),
+        ({"ratio": 1}, CompressionSpec("kvzip", 1.0, "local")),
+        ({"ratio": 0.15, "scoring": "exact"}, CompressionSpec("kvzip", 0.15, "exact")),
+        ({"ratio": 0.05, "allow_lossy": True}, CompressionSpec("kvzip", 0.05, "local")),
+        ({"policy": "none"}, CompressionSpec("none", 1.0, "local")),
+        ({"policy": "none", "ratio": 1.0}, CompressionSpec("none", 1.0, "local")),
+    ],
+)
+def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) -> None:
+    assert Compression.model_validate(body).spec() == spec
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"ratio": 0.149}, "compression.ratio"),
+        ({"ratio": 0.049, "allow_lossy": True}, "compression.ratio"),
+        ({"ratio": 1.001}, "compression.ratio"),
+        ({"ratio": 0}, "compression.ratio"),
+        ({"policy": "none", "ratio": 0.3}, "compression.ratio"),
+        ({"policy": "none", "scoring": "exact"}, "compression.scoring"),
+    ],
+)
+def test_compression_that_cannot_be_is_refused(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Compression.model_validate(body).spec()
+    assert refusal.value.field == field
+
+
+def test_a_lossy_ratio_must_be_asked_for_twice() -> None:
+    with pytest.raises(InvalidRequest, match="allow_lossy"):
+        check_ratio("ratio", 0.1, allow_lossy=False)
+    check_ratio("ratio", 0.1, allow_lossy=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ('{"document": "a\\ud800"}', "document"),
+        ('{"system": "\\udfff"}', "system"),
+        ('{"documents": [{"name": "n", "text": "\\ud83d"}]}', "documents.0.text"),
+        ('{"metadata": {"a": "\\ud83d!"}}', "metadata.a"),
+        ('{"metadata": {"\\ud83d": "a"}}', "metadata"),
+        ('{"\\ud83d": 1}', "body"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_in_any_field(body: str, field: str) -> None:
+    with pytest.raises(InvalidEncoding) as refusal:
+        ContextCreate.model_validate(json.loads(body))
+    assert refusal.value.field == field
+
+
+def test_a_surrogate_pair_is_a_character() -> None:
+    assert create(**json.loads('{"document": "\\ud83d\\ude42"}')).document == "🙂"
+
+
+def test_free_json_is_looked_through_to_any_depth() -> None:
+    deep: object = "\ud800"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidEncoding):
+        refuse_surrogates({"chat_template_kwargs": {"a": deep}})
+
+
+@pytest.mark.parametrize("question", [None, "", " \n"])
+def test_an_empty_question_is_refused(question: str | None) -> None:
+    with pytest.raises(InvalidRequest, match="question"):
+        Query.model_validate({"question": question}).asked()
