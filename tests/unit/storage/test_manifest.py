@@ -73,7 +73,7 @@ def test_a_newer_schema_is_incompatible_not_corrupt() -> None:
     ],
 )
 def test_what_no_version_writes_is_corrupt(content: bytes) -> None:
-    with pytest.raises(Corrupt, match="^manifest"):
+    with pytest.raises(Corrupt, match=r"^manifest"):
         Manifest.decode(content)
 
 
