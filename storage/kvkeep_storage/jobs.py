@@ -21,12 +21,12 @@ from kvkeep_storage.redis_link import texts
 MAX_ATTEMPTS: Final = 3
 LEASE_TTL_SECONDS: Final = 10.0
 HEARTBEAT_SECONDS: Final = 2.0
+RETRY_SECONDS: Final = 1.0
 
 _GROUP: Final = "builders"
 # Owns entries that wait to be claimed again.
 _NOBODY: Final = "~nobody"
 _POLL_SECONDS: Final = 1.0
-_RETRY_DELAY_SECONDS: Final = 1.0
 # A consumer without entries that was not heard of for this many lease times is forgotten.
 _FORGET_CONSUMER_TTLS: Final = 60
 
@@ -56,6 +56,7 @@ class Jobs:
         *,
         ttl_seconds: float = LEASE_TTL_SECONDS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         """Every process on one queue must use the same ``ttl_seconds``."""
         if not 0 < heartbeat_seconds < ttl_seconds:
@@ -63,6 +64,7 @@ class Jobs:
         self.heartbeat_seconds = heartbeat_seconds
         self._link = metadata.link
         self._ttl_ms = round(ttl_seconds * 1000)
+        self._retry_ms = round(retry_seconds * 1000)
         self._poll_seconds = min(_POLL_SECONDS, ttl_seconds, self._link.timeout_seconds / 2)
 
     async def enqueue(self, tenant: str, context_id: str) -> None:
@@ -109,13 +111,13 @@ class Jobs:
         return await self._link.run(scripts.ACK, [BUILDS], [_GROUP, job.owner, job.id]) == 1
 
     async def retry_later(self, job: Job, *, counted: bool = True) -> bool:
-        """Give a job back, to be claimed by anybody after a second.
+        """Give a job back, to be claimed by anybody after ``retry_seconds``.
 
         ``counted=False`` takes this attempt off the count: for a job that could not be tried,
         because another process builds the same cache. False, and nothing changed, when the job
         is no longer this owner's.
         """
-        idle_ms = max(0, self._ttl_ms - round(_RETRY_DELAY_SECONDS * 1000))
+        idle_ms = max(0, self._ttl_ms - self._retry_ms)
         attempts = job.attempts if counted else job.attempts - 1
         released = await self._link.run(
             scripts.RELEASE, [BUILDS], [_GROUP, job.owner, job.id, _NOBODY, idle_ms, attempts]

@@ -72,14 +72,14 @@ async def test_a_waiting_worker_gets_a_job_that_comes_later(metadata: Metadata) 
 async def test_a_job_is_not_claimable_while_its_owner_is_heard_of(
     metadata: Metadata, redis: Redis
 ) -> None:
-    jobs = Jobs(metadata)
+    jobs = Jobs(metadata, ttl_seconds=1000)
     await jobs.enqueue(TENANT, "ctx_01")
     job = await claimed(jobs, "w1")
-    await fall_silent(redis, job, for_ms=9_000)
+    await fall_silent(redis, job, for_ms=900_000)
     assert await jobs.claim("w2", 0) is None
     await jobs.heartbeat(job, "w1")
     (entry,) = await pending(redis)
-    assert entry["time_since_delivered"] < 9_000
+    assert entry["time_since_delivered"] < 900_000
     assert entry["times_delivered"] == 1
 
 
@@ -128,29 +128,37 @@ async def test_a_zombie_never_steals_its_job_back(metadata: Metadata, redis: Red
 
 
 @pytest.mark.parametrize(("counted", "attempts"), [(True, 2), (False, 1)])
-async def test_a_job_given_back_waits_a_moment_and_may_count_or_not(
-    metadata: Metadata, redis: Redis, counted: bool, attempts: int
+async def test_a_job_given_back_goes_to_another_and_may_count_or_not(
+    metadata: Metadata, counted: bool, attempts: int
 ) -> None:
-    jobs = Jobs(metadata)
+    jobs = Jobs(metadata, retry_seconds=0)
     await jobs.enqueue(TENANT, "ctx_01")
     job = await claimed(jobs, "w1")
     assert await jobs.retry_later(job, counted=counted)
     with pytest.raises(LeaseLost):
         await jobs.heartbeat(job, "w1")
-    (entry,) = await pending(redis)
-    assert 9_000 <= entry["time_since_delivered"] < 10_000
-    assert await jobs.claim("w2", 0) is None
-    again = await claimed(jobs, "w2", 30)
+    again = await claimed(jobs, "w2")
     assert (again.id, again.attempts) == (job.id, attempts)
+
+
+async def test_a_job_given_back_is_not_tried_again_at_once(
+    metadata: Metadata, redis: Redis
+) -> None:
+    jobs = Jobs(metadata, ttl_seconds=7200, retry_seconds=3600)
+    await jobs.enqueue(TENANT, "ctx_01")
+    await jobs.retry_later(await claimed(jobs, "w1"))
+    assert await jobs.claim("w2", 0) is None
+    (entry,) = await pending(redis)
+    assert entry["time_since_delivered"] >= 3_600_000
 
 
 async def test_waiting_for_another_builder_never_uses_up_the_attempts(
     metadata: Metadata,
 ) -> None:
-    jobs = Jobs(metadata, ttl_seconds=0.2, heartbeat_seconds=0.05)
+    jobs = Jobs(metadata, retry_seconds=0)
     await jobs.enqueue(TENANT, "ctx_01")
     for _ in range(MAX_ATTEMPTS + 3):
-        job = await claimed(jobs, "w1", 30)
+        job = await claimed(jobs, "w1")
         assert job.attempts == 1
         await jobs.retry_later(job, counted=False)
 
