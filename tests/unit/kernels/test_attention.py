@@ -1,0 +1,149 @@
+"""The CPU path equals the fp32 oracle, over odd shapes, empty heads and tails of one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep_kernels import reference
+from kvkeep_kernels.attention import dense_prefill, ragged_decode, ragged_prefill
+from kvkeep_kernels.layout import DenseKV, RaggedKV, ShapeError
+
+HEAD_DIMS = (64, 96, 128, 256)
+
+
+def ragged(
+    lengths: list[int], head_dim: int, seed: int, dtype: torch.dtype = torch.float32
+) -> RaggedKV:
+    torch.manual_seed(seed)
+    rows = sum(lengths)
+    length = torch.tensor(lengths, dtype=torch.int32)
+    start = (torch.cumsum(length, 0) - length).to(torch.int32)
+    k, v = torch.randn(2, rows, head_dim, dtype=dtype)
+    return RaggedKV(k, v, start, length)
+
+
+def dense(heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> DenseKV:
+    k, v = torch.randn(2, heads, tokens, head_dim, dtype=dtype)
+    return DenseKV(k, v)
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "lengths": st.lists(st.sampled_from([0, 1, 2, 7, 33, 130]), min_size=1, max_size=4),
+        "group_size": st.integers(1, 8),
+        "head_dim": st.sampled_from(HEAD_DIMS),
+        "seed": st.integers(0, 10_000),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(shape=shapes, tails=st.lists(st.sampled_from([1, 2, 5, 65]), min_size=1, max_size=4))
+def test_ragged_decode_equals_the_oracle(shape: dict, tails: list[int]) -> None:
+    context = ragged(shape["lengths"], shape["head_dim"], shape["seed"])
+    heads = context.num_kv_heads
+    own = [dense(heads, tokens, shape["head_dim"]) for tokens in tails]
+    q = torch.randn(len(tails), heads * shape["group_size"], shape["head_dim"])
+    out = ragged_decode(q, context, own, scale=0.3)
+    torch.testing.assert_close(
+        out, reference.ragged_decode(q, context, own, scale=0.3), rtol=1e-4, atol=1e-5
+    )
+
+
+@settings(max_examples=25)
+@given(shape=shapes, tokens=st.integers(1, 9), earlier=st.integers(0, 5))
+def test_ragged_prefill_equals_the_oracle(shape: dict, tokens: int, earlier: int) -> None:
+    context = ragged(shape["lengths"], shape["head_dim"], shape["seed"])
+    heads = context.num_kv_heads
+    tail = dense(heads, earlier + tokens, shape["head_dim"])
+    q = torch.randn(heads * shape["group_size"], tokens, shape["head_dim"])
+    out = ragged_prefill(q, context, tail, scale=0.3)
+    torch.testing.assert_close(
+        out, reference.ragged_prefill(q, context, tail, scale=0.3), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("own_earlier", [0, 4])
+@pytest.mark.parametrize("pieces", [(), (5,), (3, 0, 7)], ids=str)
+def test_dense_prefill_sees_every_piece_and_its_own_past(
+    pieces: tuple[int, ...], own_earlier: int
+) -> None:
+    torch.manual_seed(1)
+    heads, group_size, head_dim, tokens = 2, 3, 64, 6
+    visible = [dense(heads, piece, head_dim) for piece in pieces]
+    own = dense(heads, own_earlier + tokens, head_dim)
+    q = torch.randn(heads * group_size, tokens, head_dim)
+    out, lse = dense_prefill(q, own, visible=visible, scale=0.2)
+    k = torch.cat([*(piece.k for piece in visible), own.k], dim=1).repeat_interleave(group_size, 0)
+    v = torch.cat([*(piece.v for piece in visible), own.v], dim=1).repeat_interleave(group_size, 0)
+    logits = (q @ k.transpose(1, 2)) * 0.2
+    seen = k.shape[1] - tokens
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    logits[:, :, seen:].masked_fill_(future, -torch.inf)
+    torch.testing.assert_close(lse, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, logits.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+
+
+def test_members_decoded_together_get_what_each_gets_alone() -> None:
+    context = ragged([40, 0, 3], 64, seed=2)
+    q = torch.randn(5, 6, 64)
+    tails = [dense(3, tokens, 64) for tokens in (1, 2, 3, 64, 1)]
+    together = ragged_decode(q, context, tails, scale=0.1)
+    alone = [
+        ragged_decode(q[i : i + 1], context, tails[i : i + 1], scale=0.1) for i in range(5)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_of_rows_within_a_head_does_not_matter() -> None:
+    context = ragged([31, 17], 64, seed=3)
+    order = torch.cat([torch.randperm(31), 31 + torch.randperm(17)])
+    shuffled = RaggedKV(context.k[order], context.v[order], context.start, context.length)
+    q, tail = torch.randn(1, 4, 64), dense(2, 3, 64)
+    torch.testing.assert_close(
+        ragged_decode(q, context, [tail], scale=0.2),
+        ragged_decode(q, shuffled, [tail], scale=0.2),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_a_truncated_context_never_reads_the_rows_behind_its_length() -> None:
+    context = ragged([20, 30], 64, seed=4)
+    short = context.truncated(torch.tensor([5, 0], dtype=torch.int32))
+    context.k[5:] = torch.nan
+    context.v[5:] = torch.nan
+    out = ragged_decode(torch.randn(1, 2, 64), short, [dense(2, 1, 64)], scale=0.2)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bf16_error_is_at_most_twice_that_of_stock_attention(head_dim: int) -> None:
+    torch.manual_seed(5)
+    context = ragged([600], head_dim, seed=5, dtype=torch.bfloat16)
+    tail = dense(1, 9, head_dim, torch.bfloat16)
+    q = torch.randn(1, 4, head_dim, dtype=torch.bfloat16)
+    k, v = torch.cat([context.k, tail.k[0]]), torch.cat([context.v, tail.v[0]])
+    scale = head_dim**-0.5
+    exact = torch.softmax((q[0].double() @ k.double().T) * scale, -1) @ v.double()
+    stock = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.expand(4, -1, -1), v.expand(4, -1, -1), scale=scale
+    )[:, 0]
+    ours = ragged_decode(q, context, [tail], scale=scale)[0]
+    stock_error = (stock.double() - exact).abs().max()
+    assert (ours.double() - exact).abs().max() <= 2 * stock_error
+
+
+def test_a_value_that_does_not_fit_is_refused_by_name() -> None:
+    context = ragged([4, 4], 64, seed=6)
+    with pytest.raises(ShapeError, match=r"^q: .*multiple of 2 heads of 64"):
+        ragged_decode(torch.randn(1, 3, 64), context, [dense(2, 1, 64)], scale=1.0)
+    with pytest.raises(ShapeError, match=r"^tails: "):
+        ragged_decode(torch.randn(1, 2, 64), context, [dense(2, 0, 64)], scale=1.0)
+    with pytest.raises(ShapeError, match=r"^tail tokens: "):
+        ragged_prefill(torch.randn(2, 3, 64), context, dense(2, 2, 64), scale=1.0)
+    with pytest.raises(ShapeError, match=r"within 8 rows"):
+        RaggedKV(context.k, context.v, context.start, context.length + 1)
+    with pytest.raises(ShapeError, match=r"^length: "):
+        context.truncated(torch.tensor([5, 1], dtype=torch.int32))
