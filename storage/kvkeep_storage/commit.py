@@ -18,8 +18,7 @@ import logging
 import secrets
 import time
 from contextlib import suppress
-
-import stamina
+from functools import partial
 
 from kvkeep_storage.artifact import CacheRows
 from kvkeep_storage.concurrency import run_together
@@ -39,13 +38,13 @@ from kvkeep_storage.manifest import Manifest, ManifestFacts
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, CacheRecord
+from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab import SlabDigests, encode_slab
 
 _log = logging.getLogger(__name__)
 
 # Each slab is held in memory while it is written.
 _SLABS_AT_ONCE = 2
-_ATTEMPTS = 4
 
 
 async def commit(
@@ -72,7 +71,8 @@ async def commit(
         # A build whose lease has run out would be refused at the end: better before the writes.
         await leases.renew(lease)
         cache = await _store(objects, key, rows, facts)
-        ready = await _flip(metadata, cache, lease)
+        # Step 6. Repeating it under the same lease is harmless.
+        ready = await retrying(partial(metadata.flip, cache, lease=lease, now=time.time()))
     except MetadataUnavailable:
         # The answer was lost, so the record may name the generation: it must stay.
         raise
@@ -105,44 +105,33 @@ async def _put_slab(
     objects: Objects, key: GenerationKey, rows: CacheRows, band: int
 ) -> SlabDigests:
     slab = await asyncio.to_thread(encode_slab, rows, band)
-    async for attempt in stamina.retry_context(on=ObjectsUnavailable, attempts=_ATTEMPTS):
-        with attempt:
-            await objects.put(key.slab(band), slab.content)
+    await retrying(partial(objects.put, key.slab(band), slab.content))
     return slab.digests
 
 
 async def _check_size(objects: Objects, name: str, size_bytes: int) -> None:
     """The reply to the last part of an upload may be lost either way: what is stored decides."""
-    async for attempt in stamina.retry_context(on=ObjectsUnavailable, attempts=_ATTEMPTS):
-        with attempt:
-            stored_bytes = await objects.size(name)
+    stored_bytes = await retrying(partial(objects.size, name))
     if stored_bytes != size_bytes:
         raise Corrupt(name, f"{stored_bytes} bytes are stored, {size_bytes} were written")
 
 
 async def _put_manifest(objects: Objects, name: str, content: bytes) -> None:
     """Put the manifest once; one that is there already must be our own earlier attempt."""
-    async for attempt in stamina.retry_context(on=ObjectsUnavailable, attempts=_ATTEMPTS):
-        with attempt:
-            try:
-                await objects.put_if_absent(name, content)
-            except Conflict:
-                if await objects.get(name) != content:
-                    raise
 
+    async def put() -> None:
+        try:
+            await objects.put_if_absent(name, content)
+        except Conflict:
+            if await objects.get(name) != content:
+                raise
 
-async def _flip(metadata: Metadata, cache: CacheRecord, lease: BuildLease) -> list[str]:
-    """Step 6. Repeating it under the same lease is harmless. A crash after it: committed."""
-    ready: list[str] = []
-    async for attempt in stamina.retry_context(on=MetadataUnavailable, attempts=_ATTEMPTS):
-        with attempt:
-            ready = await metadata.flip(cache, lease=lease, now=time.time())
-    return ready
+    await retrying(put)
 
 
 async def _mirror(objects: Objects, metadata: Metadata, key: DocumentKey) -> None:
     """The cache is committed by now, so a mirror that cannot be written must not undo it."""
     try:
-        await mirror_context(objects, metadata, key)
+        await retrying(partial(mirror_context, objects, metadata, key))
     except StorageError as error:
         _log.warning("context.json of %s is behind its record: %s", key.context_id, error)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import stamina
 
 from kvkeep_storage.artifact import CacheRows, Int32Array, LayerRows, RowBytes
 from kvkeep_storage.binding import require_bound
@@ -33,13 +32,13 @@ from kvkeep_storage.manifest import Manifest, sha256_hex
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
+from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab import empty_layers, scatter_slab, verify_slab
 
 _log = logging.getLogger(__name__)
 
 # Each slab is held in memory until its rows are in place.
 _SLABS_AT_ONCE = 2
-_ATTEMPTS = 4
 # Generations that may come and go under a reader before it gives up.
 _GENERATIONS = 3
 
@@ -147,7 +146,7 @@ class _Room:
 
 
 async def _read_manifest(objects: Objects, key: GenerationKey, cache: CacheRecord) -> Manifest:
-    content = await _retrying(partial(objects.get, key.manifest))
+    content = await retrying(partial(objects.get, key.manifest))
     if sha256_hex(content) != cache.manifest_sha256:
         raise Corrupt(key.manifest, "its sha256 differs from the record's")
     manifest = Manifest.decode(content)
@@ -173,19 +172,11 @@ async def _read_slab(
         slab = verify_slab(content, digests, counts, manifest.dtype, manifest.head_dim)
         scatter_slab(slab, band, room.counts, room.layers)
 
-    content = await _retrying(read)
+    content = await retrying(read)
     try:
         await asyncio.to_thread(verify_and_scatter, content)
     except Corrupt as error:
         raise Corrupt(f"{name}: {error.name}", error.reason) from error
-
-
-async def _retrying(read: Callable[[], Awaitable[Result]]) -> Result:
-    """Call again, with growing pauses, while the store is unavailable."""
-    async for attempt in stamina.retry_context(on=ObjectsUnavailable, attempts=_ATTEMPTS):
-        with attempt:
-            result = await read()
-    return result
 
 
 async def _proving(read: Callable[[], Awaitable[Result]]) -> Result:
