@@ -41,7 +41,7 @@ def test_a_room_folder_is_never_importable_under_its_own_name(folder: str) -> No
     spec = importlib.util.find_spec(folder)
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or [])]
     inside = [p for p in places if p and Path(p).resolve().is_relative_to(REPOSITORY)]
-    assert inside == []
+    assert inside == [], "use make test, or set PYTHONSAFEPATH=1"
 
 
 @pytest.mark.parametrize("folder", ["kernels", "storage", "service", "clients", "clients/python"])

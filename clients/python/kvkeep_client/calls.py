@@ -1,0 +1,167 @@
+"""One function per request of the API: its method, path, query and body, and nothing sent."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict, Unpack
+from urllib.parse import quote
+
+from kvkeep_client.models import UNSET, ExpiresAfter, Unset
+
+Order = Literal["asc", "desc"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that may be sent several times with the same effect as once."""
+
+    method: str
+    path: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+
+
+class CreateOptions(TypedDict, total=False):
+    """What may be said about a context besides its document.
+
+    ``ratio`` is the fraction of the KV cache to keep; below 0.15 only with ``allow_lossy``.
+    ``protect`` has half-open character spans of the document that are never evicted.
+    ``expires_after`` None means never; left out, the server's default holds.
+    """
+
+    name: str | None
+    metadata: Mapping[str, str]
+    system: str | None
+    instructions: str | None
+    protect: Sequence[tuple[int, int]]
+    ratio: float | None
+    policy: str
+    scoring: Literal["auto", "exact", "local"]
+    allow_lossy: bool
+    expires_after: ExpiresAfter | None
+
+
+class QueryOptions(TypedDict, total=False):
+    """What may be said about one question; left out, the server's defaults hold.
+
+    ``ratio`` is one of the context's ``ratios_available``, below 0.15 only with ``allow_lossy``;
+    ``temperature`` 0 is greedy.
+    """
+
+    system: str | None
+    ratio: float | None
+    allow_lossy: bool
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop: Sequence[str]
+    return_token_ids: bool
+    chat_template_kwargs: Mapping[str, object]
+
+
+_COMPRESSION = ("ratio", "policy", "scoring", "allow_lossy")
+
+
+def create_context(
+    document: str, *, idempotency_key: str, **options: Unpack[CreateOptions]
+) -> Call:
+    """Register a document; the key makes a repeated request answer as the first one did."""
+    body: dict[str, object] = {"document": document, **options}
+    compression = {name: body.pop(name) for name in _COMPRESSION if name in body}
+    if compression:
+        body["compression"] = compression
+    if "protect" in options:
+        body["protect"] = [{"start": start, "end": end} for start, end in options["protect"]]
+    if "expires_after" in options:
+        body["expires_after"] = _expiry(options["expires_after"])
+    return _with_body("POST", "/contexts", body, {"Idempotency-Key": idempotency_key})
+
+
+def get_context(context_id: str) -> Call:
+    """Read one context."""
+    return Call("GET", _path(context_id))
+
+
+def list_contexts(
+    *,
+    limit: int,
+    after: str | None,
+    order: Order,
+    status: str | None,
+    metadata: Mapping[str, str],
+) -> Call:
+    """Read one page of contexts: those after the id ``after`` in ``order`` of creation."""
+    params = {"limit": str(limit), "order": order}
+    params |= {f"metadata.{key}": value for key, value in metadata.items()}
+    if after is not None:
+        params["after"] = after
+    if status is not None:
+        params["status"] = status
+    return Call("GET", "/contexts", params)
+
+
+def update_context(
+    context_id: str,
+    *,
+    name: str | Unset | None,
+    metadata: Mapping[str, str] | Unset,
+    expires_after: ExpiresAfter | Unset | None,
+) -> Call:
+    """Change what is not UNSET."""
+    body: dict[str, object] = {}
+    if name is not UNSET:
+        body["name"] = name
+    if metadata is not UNSET:
+        body["metadata"] = dict(metadata)
+    if expires_after is not UNSET:
+        body["expires_after"] = _expiry(expires_after)
+    return _with_body("PATCH", _path(context_id), body)
+
+
+def delete_context(context_id: str) -> Call:
+    """Delete one context; an unknown one is no error."""
+    return Call("DELETE", _path(context_id))
+
+
+def get_document(context_id: str) -> Call:
+    """Read the registered document and what surrounds it in the prompt."""
+    return Call("GET", _path(context_id, "/document"))
+
+
+def watch_context(context_id: str) -> Call:
+    """Follow a build as server-sent events."""
+    return Call("GET", _path(context_id, "/events"))
+
+
+def query(context_id: str, question: str, *, stream: bool, **options: Unpack[QueryOptions]) -> Call:
+    """Ask one question; answered as one object, or as server-sent events."""
+    body: dict[str, object] = {"question": question, "stream": stream, **options}
+    return _with_body("POST", _path(context_id, "/query"), body)
+
+
+def _path(context_id: str, rest: str = "") -> str:
+    if not context_id:
+        raise ValueError("a context id is needed, not an empty string")
+    return f"/contexts/{quote(context_id, safe='')}{rest}"
+
+
+def _with_body(
+    method: str, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None
+) -> Call:
+    # A lone surrogate goes out as it is: the server refuses it with a typed error.
+    encoded = json.dumps(body, ensure_ascii=False, allow_nan=False)
+    return Call(
+        method,
+        path,
+        headers={"Content-Type": "application/json", **(headers or {})},
+        body=encoded.encode("utf-8", errors="surrogatepass"),
+    )
+
+
+def _expiry(expires_after: ExpiresAfter | None) -> Mapping[str, object] | None:
+    if expires_after is None:
+        return None
+    return {"anchor": expires_after.anchor, "seconds": expires_after.seconds}

@@ -1,0 +1,291 @@
+"""The commands of ``kvkeep``: put, ask, ls, rm, show.
+
+Standard output has the result and nothing else, so that it can be piped; everything about the
+way there goes to standard error. With ``--json`` both are JSON.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep_client.calls import CreateOptions, QueryOptions
+from kvkeep_client.client import KVKeep
+from kvkeep_client.errors import APIError, ContextNotFound, KVKeepError, ServerUnreachable
+from kvkeep_client.models import ContextInfo
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+
+app = typer.Typer(
+    help="Register long documents once, and ask questions about them.",
+    epilog="Exit codes: 0 done, 1 the request failed, 2 wrong usage, 3 no server answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, errors included.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", envvar="KVKEEP_URL", help="The server; http://127.0.0.1:8000 otherwise."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="KVKEEP_API_KEY", show_envvar=True, help="The bearer key."),
+]
+ContextId = Annotated[str, typer.Argument(metavar="CTX", help="A context's id, ctx_….")]
+Ratio = Annotated[float | None, typer.Option(help="Fraction of the KV cache to keep, or read.")]
+
+
+class Scoring(StrEnum):
+    """How KVzip scores what to keep."""
+
+    AUTO = "auto"
+    EXACT = "exact"
+    LOCAL = "local"
+
+
+@app.command()
+def put(
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="A UTF-8 text file.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What to call it; the file's name otherwise.")
+    ] = None,
+    ratio: Ratio = None,
+    scoring: Annotated[Scoring, typer.Option(help="How to score.")] = Scoring.AUTO,
+    system: Annotated[
+        str | None, typer.Option(help="A system text, kept before the document.")
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Return when questions can be asked.")] = True,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Register a document and print its context id."""
+    options: CreateOptions = {
+        "name": file.name if name is None else name,
+        "system": system,
+        "ratio": ratio,
+        "scoring": scoring.value,
+    }
+    with _connected(url, api_key, as_json=as_json) as kv:
+        context = kv.contexts.create(path=file, **options)
+        if wait:
+            context.wait(progress=not as_json)
+        if as_json:
+            _print_json(context.info.received)
+            return
+        _say(_summary(context.info))
+        _print(context.id)
+
+
+@app.command()
+def ask(
+    context_id: ContextId,
+    question: Annotated[str, typer.Argument(help="The question.")],
+    ratio: Ratio = None,
+    max_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 256,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Ask one question; the answer appears as it is written."""
+    options: QueryOptions = {"ratio": ratio, "max_tokens": max_tokens}
+    with _connected(url, api_key, as_json=as_json) as kv:
+        context = kv.contexts.get(context_id)
+        if not context.info.is_ready:
+            context.wait(progress=not as_json)
+        if as_json:
+            _print_json(context.query(question, **options).received)
+            return
+        with context.stream(question, **options) as stream:
+            for text in stream:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        _print("")
+        if stream.answer.finish_reason == "length":
+            _say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
+
+
+@app.command("ls")
+def list_contexts(
+    status: Annotated[str | None, typer.Option(help="Only contexts in this status.")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """List contexts, newest first."""
+    with _connected(url, api_key, as_json=as_json) as kv:
+        infos = [context.info for context in kv.contexts.list(status=status)]
+    if as_json:
+        _print_json([info.received for info in infos])
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("CONTEXT", "STATUS"):
+        table.add_column(title, no_wrap=True)
+    for title in ("TOKENS", "KEPT", "SIZE", "QUERIES"):
+        table.add_column(title, justify="right", no_wrap=True)
+    # Where a terminal is too narrow it is the names that wrap, never the ids.
+    table.add_column("NAME")
+    for info in infos:
+        table.add_row(*(Text(cell) for cell in _row(info)))
+    # Piped, a row is one line of whatever length.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+@app.command("rm")
+def remove(
+    context_ids: Annotated[list[str], typer.Argument(metavar="CTX...", help="Ids to delete.")],
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Delete contexts with their caches; one that is gone already is no error."""
+    with _connected(url, api_key, as_json=as_json) as kv:
+        for context_id in context_ids:
+            kv.contexts.delete(context_id)
+    if as_json:
+        _print_json({"deleted": context_ids})
+
+
+@app.command()
+def show(
+    context_id: ContextId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
+) -> None:
+    """Show one context."""
+    with _connected(url, api_key, as_json=as_json) as kv:
+        info = kv.contexts.get(context_id).info
+    if as_json:
+        _print_json(info.received)
+        return
+    for title, value in _details(info):
+        _print(f"{title:<10}{value}")
+
+
+@contextmanager
+def _connected(url: str | None, api_key: str | None, *, as_json: bool) -> Iterator[KVKeep]:
+    """Yield a client; turn every failure inside into a message and an exit code."""
+    try:
+        with KVKeep(url, api_key=api_key) as kv:
+            yield kv
+    except KVKeepError as error:
+        if as_json:
+            _say(json.dumps(_problem(error), ensure_ascii=False))
+        else:
+            _say(f"kvkeep: {error.detail}{_advice(error)}")
+        unreachable = isinstance(error, ServerUnreachable)
+        raise typer.Exit(EXIT_UNREACHABLE if unreachable else EXIT_FAILED) from error
+    except BrokenPipeError:
+        # Whoever read our output has seen enough.
+        raise
+    except (ValueError, OSError) as error:
+        # A bad URL, or a file that is not text: found before anything was sent.
+        _say(json.dumps({"code": "usage", "detail": str(error)}) if as_json else f"kvkeep: {error}")
+        raise typer.Exit(EXIT_USAGE) from error
+
+
+def _problem(error: KVKeepError) -> dict[str, object]:
+    problem = {
+        "code": error.code,
+        "detail": error.detail,
+        "status": error.status,
+        "request_id": error.request_id,
+    }
+    return {**(error.facts if isinstance(error, APIError) else {}), **problem}
+
+
+def _advice(error: KVKeepError) -> str:
+    match error:
+        case ServerUnreachable():
+            return (
+                "\nStart one with: kvkeep-server serve (or name another with --url or KVKEEP_URL)"
+            )
+        case ContextNotFound():
+            return "\nkvkeep ls shows what there is."
+        case APIError(status=401):
+            return "\nGive the key with --api-key or KVKEEP_API_KEY."
+        case APIError(request_id=str() as request_id) if (error.status or 0) >= 500:
+            return f"\nThe server's log has it under request {request_id}."
+        case _:
+            return ""
+
+
+def _summary(info: ContextInfo) -> str:
+    if not info.is_ready:
+        return f"{info.status}: {info.tokens.total:,} tokens to read"
+    compression = info.compression
+    stored = compression.stored_bytes or 0
+    return (
+        f"ready: {info.tokens.total:,} tokens,"
+        f" {_bytes(stored)} stored of {_bytes(compression.full_bytes)} ({_kept(info)} kept)"
+    )
+
+
+def _row(info: ContextInfo) -> tuple[str, ...]:
+    stored = info.compression.stored_bytes
+    return (
+        info.id,
+        info.status,
+        f"{info.tokens.total:,}",
+        _kept(info),
+        "-" if stored is None else _bytes(stored),
+        str(info.queries),
+        info.name or "",
+    )
+
+
+def _details(info: ContextInfo) -> Iterator[tuple[str, str]]:
+    yield "context", info.id
+    yield "name", info.name or "-"
+    yield "status", info.status
+    if info.progress is not None:
+        yield "progress", f"{info.progress.stage}, {info.progress.fraction:.0%}"
+    if info.error is not None:
+        yield "error", f"{info.error.code}: {info.error.detail}"
+    yield "model", info.model
+    yield "tokens", f"{info.tokens.total:,} ({info.tokens.protected:,} protected)"
+    yield "kept", f"{_kept(info)} by {info.compression.policy_applied}"
+    stored = info.compression.stored_bytes
+    yield "size", f"{_bytes(stored or 0)} of {_bytes(info.compression.full_bytes)}"
+    yield "queries", str(info.queries)
+    yield "created", info.created_at.isoformat(" ", "seconds")
+    yield "expires", info.expires_at.isoformat(" ", "seconds") if info.expires_at else "never"
+    for key, value in info.metadata.items():
+        yield "metadata", f"{key}={value}"
+
+
+def _kept(info: ContextInfo) -> str:
+    achieved = info.compression.ratio_achieved
+    return f"{info.compression.ratio if achieved is None else achieved:.0%}"
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while size >= 1024 and (larger := next(units, None)):
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _print_json(value: object) -> None:
+    _print(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

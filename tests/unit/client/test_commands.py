@@ -1,0 +1,227 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from kvkeep_client import KVKeep
+from kvkeep_client.commands import app
+from typer.testing import CliRunner
+
+from ...support.servers import unused_url
+from .conftest import Served
+from .stand_in import StandIn, problem
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(served: Served) -> Run:
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(app, arguments, env={"KVKEEP_URL": served.url})
+
+    return call
+
+
+@pytest.fixture
+def lease(tmp_path: Path) -> Path:
+    path = tmp_path / "lease.txt"
+    path.write_text("The lease ends on 31 March 2029.", encoding="utf-8")
+    return path
+
+
+def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Path) -> None:
+    done = run("put", str(lease), "--ratio", "0.2", "--scoring", "exact", "--system", "Be brief.")
+    assert done.exit_code == 0
+    [context] = server.contexts.values()
+    assert done.stdout == f"{context['id']}\n"
+    assert "lease.txt: scoring" in done.stderr
+    assert "ready: 10 tokens" in done.stderr
+    assert server.seen[0].body == {
+        "document": "The lease ends on 31 March 2029.",
+        "name": "lease.txt",
+        "system": "Be brief.",
+        "compression": {"ratio": 0.2, "scoring": "exact"},
+    }
+
+
+def test_put_need_not_wait(server: StandIn, run: Run, lease: Path) -> None:
+    done = run("put", str(lease), "--no-wait", "--name", "Lease")
+    assert done.exit_code == 0
+    assert [context["status"] for context in server.contexts.values()] == ["queued"]
+    assert [context["name"] for context in server.contexts.values()] == ["Lease"]
+    assert "queued" in done.stderr
+
+
+def test_put_as_json_prints_what_the_server_said(server: StandIn, run: Run, lease: Path) -> None:
+    done = run("put", str(lease), "--json")
+    assert json.loads(done.stdout) == next(iter(server.contexts.values()))
+    assert done.stderr == ""
+
+
+def test_put_of_a_failing_build_exits_with_one(server: StandIn, run: Run, lease: Path) -> None:
+    server.ends_as = "failed"
+    done = run("put", str(lease))
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert "the worker died three times" in done.stderr
+
+
+def test_put_of_a_missing_file_is_wrong_usage(server: StandIn, run: Run, tmp_path: Path) -> None:
+    done = run("put", str(tmp_path / "nothing.txt"))
+    assert done.exit_code == 2
+    assert server.seen == []
+
+
+def test_put_of_a_file_that_is_not_text_is_wrong_usage(
+    server: StandIn, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "scan.pdf").write_bytes(b"\xff\xfe")
+    done = run("put", str(tmp_path / "scan.pdf"))
+    assert done.exit_code == 2
+    assert "scan.pdf is not UTF-8 text" in done.stderr
+    assert server.seen == []
+
+
+def test_ask_prints_the_answer(server: StandIn, run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words").wait()
+    done = run("ask", context.id, "When?", "--max-tokens", "16")
+    assert done.exit_code == 0
+    assert done.stdout == "On 31 March 2029.\n"
+    assert done.stderr == ""
+    body = server.calls("POST")[-1].body
+    assert body == {"question": "When?", "stream": True, "max_tokens": 16, "ratio": None}
+
+
+def test_ask_waits_for_a_context_that_is_not_ready(run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words", name="Lease")
+    done = run("ask", context.id, "When?")
+    assert done.stdout == "On 31 March 2029.\n"
+    assert "Lease: scoring" in done.stderr
+
+
+def test_ask_as_json_prints_the_answer_object(run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words").wait()
+    done = run("ask", context.id, "When?", "--json")
+    answer = json.loads(done.stdout)
+    assert (answer["answer"], answer["object"]) == ("On 31 March 2029.", "answer")
+
+
+def test_ask_never_hides_that_an_answer_broke_off(server: StandIn, run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words").wait()
+    server.stream_ends_with = "error"
+    done = run("ask", context.id, "When?")
+    assert done.exit_code == 1
+    assert done.stdout == "On 31 March 2029."
+    assert "about worker_unavailable" in done.stderr
+
+
+def test_ls_prints_one_line_per_context_newest_first(run: Run, kv: KVKeep) -> None:
+    older = kv.contexts.create("some words", name="A [very] " + "long " * 40 + "name").wait()
+    newer = kv.contexts.create("more words")
+    lines = run("ls").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["CONTEXT", newer.id, older.id]
+    assert str(older.name) in lines[2]
+    assert "ready" in lines[2]
+    assert "30%" in lines[2]
+
+
+def test_ls_as_json_is_an_array(server: StandIn, run: Run, kv: KVKeep) -> None:
+    kv.contexts.create("some words")
+    assert json.loads(run("ls", "--json").stdout) == list(server.contexts.values())
+    assert json.loads(run("ls", "--json", "--status", "ready").stdout) == []
+
+
+def test_show_prints_what_is_known(run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words", name="Lease", metadata={"matter": "1"}).wait()
+    shown = run("show", context.id).stdout
+    assert f"context   {context.id}" in shown
+    assert "5 (3 protected)" in shown
+    assert "2.0 KiB of 20.0 KiB" in shown
+    assert "matter=1" in shown
+
+
+def test_show_says_why_a_build_failed(server: StandIn, run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words")
+    server.finish(context.id, "failed")
+    assert "internal: the worker died three times" in run("show", context.id).stdout
+
+
+def test_show_of_an_unknown_context_says_where_to_look(run: Run) -> None:
+    done = run("show", "ctx_1")
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert "kvkeep ls" in done.stderr
+
+
+def test_rm_deletes_all_that_are_named(server: StandIn, run: Run, kv: KVKeep) -> None:
+    one, two = kv.contexts.create("one"), kv.contexts.create("two")
+    done = run("rm", one.id, two.id, "ctx_gone", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {"deleted": [one.id, two.id, "ctx_gone"]}
+    assert server.contexts == {}
+
+
+def test_an_error_as_json_has_all_its_facts(server: StandIn, run: Run) -> None:
+    server.planned = [problem(413, "document_too_long", tokens=9000, max_tokens=7936)]
+    done = run("show", "ctx_1", "--json")
+    assert done.exit_code == 1
+    assert json.loads(done.stderr) == {
+        "code": "document_too_long",
+        "detail": "about document_too_long",
+        "status": 413,
+        "request_id": "req_of_the_body",
+        "tokens": 9000,
+        "max_tokens": 7936,
+    }
+
+
+def test_a_fault_of_the_server_names_the_request(server: StandIn, run: Run) -> None:
+    server.planned = [problem(500, "internal")]
+    done = run("ls")
+    assert "req_of_the_body" in done.stderr
+
+
+def test_a_missing_key_is_said_to_be_one(server: StandIn, run: Run) -> None:
+    server.api_key = "secret-1"
+    assert "KVKEEP_API_KEY" in run("ls").stderr
+    assert run("ls", "--api-key", "secret-1").exit_code == 0
+
+
+def test_a_bad_url_is_wrong_usage(run: Run) -> None:
+    done = run("ls", "--url", "localhost:8000", "--json")
+    assert done.exit_code == 2
+    assert json.loads(done.stderr)["code"] == "usage"
+
+
+def test_an_unreachable_server_has_its_own_exit_code_and_says_how_to_start_one() -> None:
+    url = unused_url()
+    command = [str(Path(sys.executable).parent / "kvkeep"), "ls", "--url", url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert f"no kvkeep server answers at {url}" in done.stderr
+    assert "kvkeep-server serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_its_extra_the_command_says_what_to_install() -> None:
+    program = "import sys; sys.modules['typer'] = None\nfrom kvkeep_client.cli import main\nmain()"
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "The kvkeep command needs one more install: pip install 'kvkeep-client[cli]'\n"
+    )
+
+
+def test_output_that_nobody_reads_any_more_is_no_error(served: Served, kv: KVKeep) -> None:
+    for number in range(50):
+        kv.contexts.create(f"document {number}", name="long " * 400)
+    kvkeep = Path(sys.executable).parent / "kvkeep"
+    command = f"{kvkeep} ls --json --url {served.url} | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout == "["
+    assert done.stderr == ""

@@ -1,0 +1,43 @@
+"""The names that users may rely on: a change here is a change of the SDK's version."""
+
+import inspect
+
+import kvkeep_client
+from kvkeep_client import Context, Contexts, KVKeep, KVKeepError
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_the_package_exports_what_it_promises() -> None:
+    exported = {name for name in vars(kvkeep_client) if not name.startswith("_")}
+    modules = {name for name, value in vars(kvkeep_client).items() if inspect.ismodule(value)}
+    assert exported - modules == set(kvkeep_client.__all__)
+
+
+def test_every_error_can_be_imported_from_the_package() -> None:
+    found, waiting = set[str](), [KVKeepError]
+    while waiting:
+        kind = waiting.pop()
+        found.add(kind.__name__)
+        waiting += kind.__subclasses__()
+    assert found <= set(kvkeep_client.__all__)
+
+
+def test_the_clients_methods_are_these() -> None:
+    assert public(KVKeep) == {"close", "url"}
+    assert public(Contexts) == {"create", "delete", "get", "list"}
+    assert public(Context) == {
+        "delete",
+        "document",
+        "events",
+        "id",
+        "name",
+        "query",
+        "refresh",
+        "status",
+        "stream",
+        "update",
+        "wait",
+    }
