@@ -4,13 +4,17 @@
     DIR/objects/               the object store
     DIR/valkey/valkey.sock     where Valkey answers
     DIR/valkey/alive           locked by Valkey itself for as long as it runs
-    DIR/valkey/appendonlydir/  Valkey's data, fsynced before every reply
+    DIR/valkey/appendonlydir/  Valkey's data, written before every reply, fsynced every second
     DIR/valkey/valkey.log
 
 When this process is killed, Valkey lives on, and the next start adopts it. ``alive`` is what
 makes that safe: Valkey inherits the locked file when it is started, so the lock ends with that
 process and not before, and a second server is never started over the data of one that lives but
 does not answer. The directory must be on a local file system, where locks work.
+
+No kill of any process loses an acknowledged record. A power loss may take the last second of
+them; a reindex finds those contexts again in the objects. (To fsync before every reply would
+make Valkey exit on a full disk; as it is, it refuses writes until there is space.)
 """
 
 import fcntl
@@ -129,7 +133,7 @@ class EmbeddedStore:
         # Relative paths: the directory may be moved, and its name may be too long for a socket.
         arguments = [
             *("--port", "0", "--unixsocket", _SOCKET, "--unixsocketperm", "700"),
-            *("--dir", ".", "--appendonly", "yes", "--appendfsync", "always", "--save", ""),
+            *("--dir", ".", "--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
             *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
         ]
         with (self._valkey_dir / "valkey.log").open("ab") as log:

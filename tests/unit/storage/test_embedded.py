@@ -85,7 +85,7 @@ def test_only_the_unix_socket_is_served_and_nothing_may_be_evicted(store: Embedd
     assert settings == {
         "port": "0",
         "appendonly": "yes",
-        "appendfsync": "always",
+        "appendfsync": "everysec",
         "maxmemory-policy": "noeviction",
     }
 

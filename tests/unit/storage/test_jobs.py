@@ -1,7 +1,9 @@
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job, Jobs
 from kvkeep_storage.metadata import Metadata
@@ -278,6 +280,26 @@ async def test_a_cancelled_claim_loses_no_job(metadata: Metadata, steps: int) ->
     job = outcome if isinstance(outcome, Job) else await claimed(jobs, "w2", 30)
     assert job.context_id == "ctx_01"
     assert isinstance(outcome, Job | asyncio.CancelledError)
+
+
+async def test_jobs_and_their_attempts_survive_a_restart_of_the_server(tmp_path: Path) -> None:
+    store = EmbeddedStore(tmp_path)
+    store.start()
+    metadata = await Metadata.connect(store.redis_url)
+    jobs = Jobs(metadata)
+    try:
+        await jobs.enqueue(TENANT, "ctx_01")
+        await jobs.enqueue(TENANT, "ctx_02")
+        first = await claimed(jobs, "w1")
+        await asyncio.to_thread(store.stop)
+        await asyncio.to_thread(store.start)
+        await jobs.heartbeat(first, "w1")
+        assert await jobs.void_owners() == 1
+        again = [await claimed(jobs, "w2") for _ in range(2)]
+        assert [(job.context_id, job.attempts) for job in again] == [("ctx_01", 2), ("ctx_02", 1)]
+    finally:
+        await metadata.close()
+        store.stop()
 
 
 async def test_impossible_times_and_the_reserved_owner_are_refused(metadata: Metadata) -> None:

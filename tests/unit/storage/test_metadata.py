@@ -670,10 +670,10 @@ async def test_a_restarted_server_is_found_again_with_its_records_and_scripts(
         await asyncio.gather(
             *(metadata.create_context(a_context(f"ctx_{number}")) for number in range(5))
         )
-        store.stop()
+        await asyncio.to_thread(store.stop)
         with pytest.raises(MetadataUnavailable):
             await metadata.unfinished()
-        store.start()
+        await asyncio.to_thread(store.start)
         records = await asyncio.gather(*(stored(metadata, f"ctx_{n}") for n in range(5)))
         assert [record.status for record in records] == ["queued"] * 5
         assert await metadata.touch_context(TENANT, "ctx_0", NOW)
