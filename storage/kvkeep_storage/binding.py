@@ -5,7 +5,7 @@ directory), what one says about the other means nothing: nothing may be deleted 
 """
 
 from kvkeep_storage import keys
-from kvkeep_storage.errors import StoreMismatch
+from kvkeep_storage.errors import Corrupt, StoreMismatch
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 
@@ -13,10 +13,14 @@ from kvkeep_storage.objects import Objects
 async def require_bound(objects: Objects, metadata: Metadata) -> None:
     """Return when both sides hold the same store id. Modifies nothing.
 
-    Raises: StoreMismatch when they do not; Corrupt, ObjectsUnavailable, MetadataUnavailable.
+    Raises: StoreMismatch when they do not, or ``store.json`` cannot be read as one;
+    ObjectsUnavailable, MetadataUnavailable.
     """
-    stored = await objects.find_store_id()
     recorded = await metadata.store_id()
+    try:
+        stored = await objects.find_store_id()
+    except Corrupt as error:
+        raise StoreMismatch(None, recorded) from error
     if stored is None or stored != recorded:
         raise StoreMismatch(stored, recorded)
 

@@ -1,0 +1,297 @@
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stamina
+from kvkeep_storage import objects as objects_module
+from kvkeep_storage.artifact import CacheDtype
+from kvkeep_storage.errors import (
+    Corrupt,
+    Incompatible,
+    Invalid,
+    NotFound,
+    ObjectsUnavailable,
+)
+from kvkeep_storage.fingerprint import ModelIdentity
+from kvkeep_storage.load import load
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+from kvkeep_storage.records import CacheRecord
+from kvkeep_storage.retries import ATTEMPTS
+
+from ...support.caches import RATIOS, assert_equal_rows, facts_for, prefix_of, random_rows
+from ...support.stores import TENANT, Stores
+
+pytestmark = pytest.mark.anyio
+
+ROWS = random_rows()
+FACTS = facts_for(ROWS)
+
+
+@pytest.fixture
+async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
+    return await Stores.open(tmp_path, metadata)
+
+
+@pytest.fixture(autouse=True)
+def _retries_do_not_wait() -> Iterator[None]:
+    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
+        yield
+
+
+async def _committed(stores: Stores) -> CacheRecord:
+    await stores.register(FACTS)
+    return await stores.build(ROWS, FACTS)
+
+
+def _with(stores: Stores, objects_like: type[Objects]) -> Any:
+    stores.objects = objects_like.open(f"file://{stores.root}")
+    return stores.objects
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bands", [1, 2, 3])
+async def test_a_load_gives_every_heads_exact_prefix(
+    stores: Stores, dtype: CacheDtype, bands: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects_module, "RANGE_BYTES", 1000)
+    rows = random_rows(dtype=dtype, num_layers=11, rows_max=9)
+    facts = facts_for(rows)
+    await stores.register(facts)
+    await stores.build(rows, facts)
+    loaded = await stores.load(facts, RATIOS[bands - 1])
+    assert_equal_rows(loaded.rows, prefix_of(rows, bands))
+    assert loaded.manifest.counts_array().shape == rows.counts.shape
+    assert loaded.cache == await stores.metadata.cache(TENANT, facts.fingerprint.digest)
+
+
+async def test_no_ratio_means_all_of_it(stores: Stores) -> None:
+    await _committed(stores)
+    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
+
+
+async def test_a_ratio_between_two_stored_ones_gets_the_one_above(stores: Stores) -> None:
+    await _committed(stores)
+    loaded = await stores.load(FACTS, 0.07)
+    assert loaded.rows.ratios == (0.05, 0.1)
+    with pytest.raises(Invalid, match="ratio"):
+        await stores.load(FACTS, 0.4)
+
+
+async def test_a_lower_ratio_reads_no_byte_of_the_slabs_above_it(stores: Stores) -> None:
+    cache = await _committed(stores)
+    for band in (1, 2):
+        (stores.folder(cache) / f"kv-{band:02d}.safetensors").unlink()
+    assert_equal_rows((await stores.load(FACTS, 0.05)).rows, prefix_of(ROWS, 1))
+
+
+async def test_loads_of_many_caches_at_once_do_not_mix(stores: Stores) -> None:
+    kinds = []
+    for seed in range(6):
+        rows = random_rows(seed)
+        facts = facts_for(rows, token_ids_digest=str(seed))
+        await stores.register(facts, f"ctx_{seed}")
+        await stores.build(rows, facts)
+        kinds.append((rows, facts))
+    for _ in range(2):
+        loaded = await asyncio.gather(*(stores.load(facts) for _, facts in kinds))
+        for (rows, _), found in zip(kinds, loaded, strict=True):
+            assert_equal_rows(found.rows, rows)
+
+
+async def test_nothing_committed_is_not_found(stores: Stores) -> None:
+    with pytest.raises(NotFound):
+        await stores.load(FACTS)
+    await stores.register(FACTS)
+    with pytest.raises(NotFound):
+        await stores.load(FACTS)
+
+
+async def test_another_tenant_cannot_load_it(stores: Stores) -> None:
+    await _committed(stores)
+    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
+    with pytest.raises(NotFound):
+        await stores.load(FACTS, tenant="other")
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(ModelIdentity)])
+async def test_a_cache_of_another_model_is_refused_and_kept(stores: Stores, name: str) -> None:
+    cache = await _committed(stores)
+    found = getattr(FACTS.fingerprint.model_identity, name)
+    other = replace(
+        FACTS.fingerprint.model_identity, **{name: found + (1 if isinstance(found, int) else "x")}
+    )
+    with pytest.raises(Incompatible, match=name):
+        await load(
+            stores.objects,
+            stores.metadata,
+            stores.leases,
+            TENANT,
+            cache.cache_id,
+            expected=other,
+            ratio=None,
+        )
+    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
+
+
+class _FailsAtFirst(Objects):
+    """Every key is unavailable, or gives wrong bytes, for its first reads."""
+
+    failures: int = 2
+    wrong_bytes: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: dict[str, int] = {}
+
+    def _failing(self, key: str) -> bool:
+        self.seen[key] = self.seen.get(key, 0) + 1
+        return self.seen[key] <= self.failures
+
+    async def get(self, key: str) -> bytes:
+        content = await super().get(key)
+        if key != "store.json" and self._failing(key):
+            if self.wrong_bytes:
+                return content[:-1]
+            raise ObjectsUnavailable("get", "flaky")
+        return content
+
+    async def read_into(self, key: str, into: memoryview) -> None:
+        await super().read_into(key, into)
+        if self._failing(key):
+            if not self.wrong_bytes:
+                raise ObjectsUnavailable("read", "flaky")
+            into[len(into) // 2] ^= 1
+
+
+async def test_trouble_that_passes_is_not_seen_by_the_caller(stores: Stores) -> None:
+    await _committed(stores)
+    flaky = _with(stores, _FailsAtFirst)
+    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
+    assert sorted(flaky.seen.values()) == [3, 3, 3, 3]
+
+
+async def test_a_store_that_stays_away_is_unavailable_after_bounded_tries(stores: Stores) -> None:
+    cache = await _committed(stores)
+    flaky = _with(stores, _FailsAtFirst)
+    flaky.failures = 1000
+    with pytest.raises(ObjectsUnavailable):
+        await stores.load(FACTS)
+    assert list(flaky.seen.values()) == [ATTEMPTS]
+    assert await stores.metadata.cache(TENANT, cache.cache_id) == cache
+    _with(stores, Objects)
+    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
+
+
+async def test_bytes_that_were_wrong_once_are_not_proven_wrong(stores: Stores) -> None:
+    await _committed(stores)
+    flaky = _with(stores, _FailsAtFirst)
+    flaky.failures, flaky.wrong_bytes = 1, True
+    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
+    assert sorted(flaky.seen.values()) == [2, 2, 2, 2]
+
+
+async def test_bytes_that_were_wrong_twice_are_proven_wrong(stores: Stores) -> None:
+    cache = await _committed(stores)
+    flaky = _with(stores, _FailsAtFirst)
+    flaky.failures, flaky.wrong_bytes = 2, True
+    with pytest.raises(Corrupt) as corrupt:
+        await stores.load(FACTS)
+    assert corrupt.value.generation == cache.generation
+
+
+class _ActsOnce(Objects):
+    """Does something once, before the first slab is read."""
+
+    act: Any = None
+
+    async def read_into(self, key: str, into: memoryview) -> None:
+        if self.act is not None:
+            act, self.act = self.act, None
+            await act()
+        await super().read_into(key, into)
+
+
+async def test_a_generation_replaced_during_the_load_gives_the_new_one_whole(
+    stores: Stores,
+) -> None:
+    old = await _committed(stores)
+    rebuilt = random_rows(5, counts=ROWS.counts)
+
+    async def rebuild() -> None:
+        await stores.build(rebuilt, FACTS)
+        shutil.rmtree(stores.folder(old))
+
+    _with(stores, _ActsOnce).act = rebuild
+    assert_equal_rows((await stores.load(FACTS)).rows, rebuilt)
+
+
+async def test_a_cache_deleted_during_the_load_is_not_found_or_whole(stores: Stores) -> None:
+    cache = await _committed(stores)
+
+    async def delete() -> None:
+        await stores.metadata.delete_context(TENANT, "ctx_01")
+        shutil.rmtree(stores.folder(cache))
+
+    _with(stores, _ActsOnce).act = delete
+    with pytest.raises(NotFound, match="cache"):
+        await stores.load(FACTS)
+
+
+async def test_a_read_lease_is_held_to_the_end_and_given_back(stores: Stores) -> None:
+    cache = await _committed(stores)
+    seen: list[int] = []
+
+    async def look() -> None:
+        seen.append(await stores.leases.readers(TENANT, cache.cache_id))
+
+    _with(stores, _ActsOnce).act = look
+    await stores.load(FACTS)
+    assert seen == [1]
+    assert await stores.leases.readers(TENANT, cache.cache_id) == 0
+    (stores.folder(cache) / "manifest.json").unlink()
+    with pytest.raises(Corrupt):
+        await stores.load(FACTS)
+    assert await stores.leases.readers(TENANT, cache.cache_id) == 0
+
+
+async def test_a_cancelled_load_gives_its_lease_back(stores: Stores) -> None:
+    cache = await _committed(stores)
+    reached = asyncio.Event()
+
+    async def hang() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    _with(stores, _ActsOnce).act = hang
+    loading = asyncio.create_task(stores.load(FACTS))
+    await reached.wait()
+    loading.cancel()
+    with suppress(asyncio.CancelledError):
+        await loading
+    assert await stores.leases.readers(TENANT, cache.cache_id) == 0
+
+
+async def test_a_read_that_missed_its_deadline_cannot_write_into_the_answer(
+    stores: Stores,
+) -> None:
+    late: list[memoryview] = []
+
+    class Late(Objects):
+        async def read_into(self, key: str, into: memoryview) -> None:
+            if not late:
+                late.append(into)
+                raise ObjectsUnavailable("read", "no answer")
+            await super().read_into(key, into)
+
+    await _committed(stores)
+    _with(stores, Late)
+    loaded = await stores.load(FACTS)
+    late[0][:] = os.urandom(len(late[0]))
+    assert_equal_rows(loaded.rows, ROWS)
