@@ -14,14 +14,6 @@ from pathlib import Path
 import structlog
 import uvicorn
 from fastapi import FastAPI
-from kvkeep_storage.binding import bind_if_new
-from kvkeep_storage.embedded import EmbeddedStore
-from kvkeep_storage.errors import StoreMismatch
-from kvkeep_storage.jobs import Jobs
-from kvkeep_storage.leases import Leases
-from kvkeep_storage.metadata import Metadata
-from kvkeep_storage.objects import Objects
-from kvkeep_storage.sweeper import Sweeper
 
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
@@ -32,6 +24,14 @@ from kvkeep_service.registry import Registry
 from kvkeep_service.stores import Stores
 from kvkeep_service.upkeep import Upkeep
 from kvkeep_service.worker import LocalWorker
+from kvkeep_storage.binding import bind_if_new
+from kvkeep_storage.embedded import EmbeddedStore
+from kvkeep_storage.errors import StoreMismatch
+from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+from kvkeep_storage.sweeper import Sweeper
 
 _log = structlog.get_logger(__name__)
 

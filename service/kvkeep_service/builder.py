@@ -11,13 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 
 import structlog
-from kvkeep_storage.commit import commit
-from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
-from kvkeep_storage.errors import Corrupt, LeaseLost, NotFound, StorageError, Unreferenced
-from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
-from kvkeep_storage.keys import DocumentKey
-from kvkeep_storage.manifest import ManifestFacts
-from kvkeep_storage.records import UNFINISHED, BuildLease, ContextRecord
 
 from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.model import LanguageModel
@@ -29,6 +22,13 @@ from kvkeep_service.residency import CacheKey, Residency
 from kvkeep_service.rows import to_store
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
+from kvkeep_storage.commit import commit
+from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
+from kvkeep_storage.errors import Corrupt, LeaseLost, NotFound, StorageError, Unreferenced
+from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
+from kvkeep_storage.keys import DocumentKey
+from kvkeep_storage.manifest import ManifestFacts
+from kvkeep_storage.records import UNFINISHED, BuildLease, ContextRecord
 
 _log = structlog.get_logger(__name__)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvkeep_storage.errors import StorageError
 
 from kvkeep_service.config import Settings, load_settings
 from kvkeep_service.errors import StartRefused
 from kvkeep_service.telemetry import set_up_logging
+from kvkeep_storage.errors import StorageError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 admin = typer.Typer(no_args_is_help=True, help="Repair what a server keeps.")
@@ -68,9 +68,8 @@ def reindex(data: _Data = None, redis_url: _RedisUrl = None, store: _Store = Non
     With the embedded store the server must be stopped first.
     """
     settings = _settings({"data": data, "redis_url": redis_url, "store": store})
-    from kvkeep_storage.reindex import reindex as restore
-
     from kvkeep_service.app import open_stores
+    from kvkeep_storage.reindex import reindex as restore
 
     async def work() -> None:
         async with open_stores(settings) as stores:

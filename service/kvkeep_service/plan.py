@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 from torch import Tensor
 
 from kvkeep_service.engine.build import DocumentTokens
@@ -22,6 +21,7 @@ from kvkeep_service.policies.kvzip import (
     chunk_tokens,
 )
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 
 BANDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Ratios (fractions kept) at which every artifact up to its own ratio can be read."""

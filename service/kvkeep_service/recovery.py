@@ -1,10 +1,10 @@
 """What happens when a stored cache is proven wrong or found missing: rebuild it, or fail it."""
 
 import structlog
-from kvkeep_storage.errors import Corrupt, NotFound
-from kvkeep_storage.load import quarantine
 
 from kvkeep_service.stores import Stores
+from kvkeep_storage.errors import Corrupt, NotFound
+from kvkeep_storage.load import quarantine
 
 _log = structlog.get_logger(__name__)
 

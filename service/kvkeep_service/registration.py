@@ -6,17 +6,17 @@ from hashlib import sha256
 from typing import Final
 
 import structlog
-from kvkeep_storage.documents import DocumentBody, mirror_context, put_document
-from kvkeep_storage.errors import StorageError
-from kvkeep_storage.keys import DocumentKey
-from kvkeep_storage.metadata import InFlight, Metadata, Mismatch, Replay
-from kvkeep_storage.records import ContextRecord, Expiry
 
 from kvkeep_service.errors import IdempotencyInFlight, IdempotencyMismatch, ModelNotFound
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Prepared, Worker
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
+from kvkeep_storage.documents import DocumentBody, mirror_context, put_document
+from kvkeep_storage.errors import StorageError
+from kvkeep_storage.keys import DocumentKey
+from kvkeep_storage.metadata import InFlight, Metadata, Mismatch, Replay
+from kvkeep_storage.records import ContextRecord, Expiry
 
 _log = structlog.get_logger(__name__)
 

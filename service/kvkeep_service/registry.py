@@ -10,12 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Literal
 
-from kvkeep_storage.documents import get_document, mirror_context
-from kvkeep_storage.errors import Gone, NotFound, StorageError
-from kvkeep_storage.keys import DocumentKey
-from kvkeep_storage.metadata import Unset
-from kvkeep_storage.records import UNFINISHED, ContextRecord, Expiry, Page
-
 from kvkeep_service.errors import (
     ContextExpired,
     ContextFailed,
@@ -29,6 +23,11 @@ from kvkeep_service.ports import DocumentSpec, Span, Worker
 from kvkeep_service.registration import Answered, Registration, once, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
+from kvkeep_storage.documents import get_document, mirror_context
+from kvkeep_storage.errors import Gone, NotFound, StorageError
+from kvkeep_storage.keys import DocumentKey
+from kvkeep_storage.metadata import Unset
+from kvkeep_storage.records import UNFINISHED, ContextRecord, Expiry, Page
 
 State = Literal["ok", "degraded", "unavailable"]
 

@@ -4,14 +4,14 @@ import asyncio
 from typing import Final
 
 import structlog
+
+from kvkeep_service.ports import Worker
+from kvkeep_service.stores import Stores
 from kvkeep_storage.documents import delete_document
 from kvkeep_storage.errors import StorageError
 from kvkeep_storage.generations import release_generation
 from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.records import Released
-
-from kvkeep_service.ports import Worker
-from kvkeep_service.stores import Stores
 
 _log = structlog.get_logger(__name__)
 

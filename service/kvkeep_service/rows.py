@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
-from kvkeep_kernels.layout import RaggedKV
-from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows
 from torch import Tensor
 
+from kvkeep_kernels.layout import RaggedKV
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ResidentContext
+from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows
 
 _DTYPES: dict[torch.dtype, CacheDtype] = {
     torch.float32: "float32",

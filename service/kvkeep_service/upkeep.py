@@ -3,11 +3,11 @@
 import asyncio
 
 import structlog
-from kvkeep_storage.errors import StorageError
-from kvkeep_storage.sweeper import Sweeper
 
 from kvkeep_service.ports import Worker
 from kvkeep_service.stores import Stores
+from kvkeep_storage.errors import StorageError
+from kvkeep_storage.sweeper import Sweeper
 
 _log = structlog.get_logger(__name__)
 

@@ -5,9 +5,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
-from kvkeep_storage.load import load
-
 from kvkeep_service.builder import Builder
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
@@ -31,6 +28,8 @@ from kvkeep_service.residency import CacheKey, Pinned, Residency
 from kvkeep_service.rows import to_engine
 from kvkeep_service.running import RunningQuery
 from kvkeep_service.stores import Stores
+from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
+from kvkeep_storage.load import load
 
 _STOP_SECONDS = 20.0
 

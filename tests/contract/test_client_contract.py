@@ -8,6 +8,7 @@ import json
 from typing import get_args
 
 import pytest
+
 from kvkeep_client import APIError, ExpiresAfter, calls
 from kvkeep_client.errors import Problem, error_for
 from kvkeep_client.fields import Fields

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
 from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows, RowBytes
 from kvkeep_storage.fingerprint import Fingerprint, digest_token_ids
 from kvkeep_storage.manifest import ManifestFacts

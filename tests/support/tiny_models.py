@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from kvkeep_service.config import Settings
-from kvkeep_service.engine.gguf import bundled_gguf, converted_directory
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,6 +19,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from kvkeep_service.config import Settings
+from kvkeep_service.engine.gguf import bundled_gguf, converted_directory
 
 TinyKind = Literal["llama", "qwen2", "qwen3", "mistral"]
 MAX_POSITIONS = 8192

@@ -12,7 +12,6 @@ from typing import Any, Final
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from kvkeep_storage.errors import StorageError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -25,6 +24,7 @@ from kvkeep_service.errors import (
     Unauthenticated,
 )
 from kvkeep_service.telemetry import where
+from kvkeep_storage.errors import StorageError
 
 _log = structlog.get_logger(__name__)
 

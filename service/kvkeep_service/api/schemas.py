@@ -6,7 +6,6 @@ and otherwise refused by name, never ignored. ``ratio`` is the fraction of KV pa
 
 from typing import Annotated, Final, Literal, TypeVar
 
-from kvkeep_storage.records import Expiry
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -20,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_storage.records import Expiry
 
 DEFAULT_RATIO: Final = 0.3
 LOSSY_BELOW: Final = 0.15

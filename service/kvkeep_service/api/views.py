@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from kvkeep_storage.records import UNFINISHED, ContextRecord, Page, Status
 from pydantic import BaseModel, Field, PlainSerializer
 
 from kvkeep_service.ports import AnswerEvent, CacheSource, DocumentSpec, FinishReason, QueryTimings
+from kvkeep_storage.records import UNFINISHED, ContextRecord, Page, Status
 
 CONTEXT_EXAMPLE = "ctx_01K9Z3V5J8Q6W2E4R7T1Y0N5PX"
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from kvkeep_kernels.attention import dense_prefill
-from kvkeep_kernels.compaction import Selection, compact, keep_all, select
 from torch import Tensor
 
+from kvkeep_kernels.attention import dense_prefill
+from kvkeep_kernels.compaction import Selection, compact, keep_all, select
 from kvkeep_service.engine.cache import FullCache, ResidentContext
 from kvkeep_service.engine.model import LanguageModel
 

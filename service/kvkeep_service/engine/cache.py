@@ -4,9 +4,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
-from kvkeep_kernels.layout import DenseKV, RaggedKV
 from torch import Tensor
 
+from kvkeep_kernels.layout import DenseKV, RaggedKV
 from kvkeep_service.engine.model import ModelShape
 
 _MIN_CAPACITY = 64

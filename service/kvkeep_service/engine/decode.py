@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from kvkeep_kernels.attention import ragged_decode, ragged_prefill
 from torch import Tensor
 
+from kvkeep_kernels.attention import ragged_decode, ragged_prefill
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
 from kvkeep_service.engine.model import LanguageModel

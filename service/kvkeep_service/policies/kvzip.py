@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from kvkeep_kernels.attention import dense_prefill
-from kvkeep_kernels.scoring import chunk_max_attention, row_lse
 from torch import Tensor
 
+from kvkeep_kernels.attention import dense_prefill
+from kvkeep_kernels.scoring import chunk_max_attention, row_lse
 from kvkeep_service.engine.build import SLICE_TOKENS, DocumentTokens
 from kvkeep_service.engine.cache import FullCache, Tail
 from kvkeep_service.engine.model import LanguageModel

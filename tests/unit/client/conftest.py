@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+
 from kvkeep_client import Contexts, KVKeep
 from kvkeep_client.transport import Transport
 

@@ -1,4 +1,5 @@
 import pytest
+
 from kvkeep_client import Context, ContextNotReady, KVKeep, StreamInterrupted, Unavailable
 
 from .stand_in import StandIn

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from typer.testing import CliRunner
+
 from kvkeep_client import KVKeep
 from kvkeep_client.commands import app
-from typer.testing import CliRunner
 
 from ...support.servers import unused_url
 from .conftest import Served

@@ -1,4 +1,5 @@
 import pytest
+
 from kvkeep_client import errors
 from kvkeep_client.errors import APIError, KVKeepError, Problem, TooLarge, error_for
 

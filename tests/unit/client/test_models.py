@@ -3,6 +3,7 @@ from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
 
 import pytest
+
 from kvkeep_client import UnexpectedResponse
 from kvkeep_client.fields import Fields
 from kvkeep_client.models import BuildProgress, read_answer, read_context, read_page

@@ -4,6 +4,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvkeep_client import UnexpectedResponse
 from kvkeep_client.sse import EventDecoder
 

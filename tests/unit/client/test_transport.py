@@ -2,6 +2,8 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
 from kvkeep_client import (
     APIError,
     ContextNotFound,
@@ -18,7 +20,6 @@ from kvkeep_client import (
 )
 from kvkeep_client.calls import Call
 from kvkeep_client.transport import Transport
-from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from ...support.servers import silence, unused_url
 from .conftest import Served, Unhurried

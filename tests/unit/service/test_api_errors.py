@@ -2,10 +2,11 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from starlette.exceptions import HTTPException
+
 from kvkeep_service import errors as service
 from kvkeep_service.api.errors import CATALOGUE, MEDIA_TYPE, failure_of, responses
 from kvkeep_storage import errors as storage
-from starlette.exceptions import HTTPException
 
 # What Starlette and FastAPI raise by themselves.
 CODES_OF_HTTP = {"bad_request", "method_not_allowed"}

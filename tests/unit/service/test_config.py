@@ -1,9 +1,10 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+
 from kvkeep_service.config import Settings, is_loopback, load_settings
 from kvkeep_service.errors import SettingsInvalid
-from pydantic import ValidationError
 
 
 @pytest.fixture(autouse=True)

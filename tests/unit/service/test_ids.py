@@ -1,4 +1,5 @@
 import pytest
+
 from kvkeep_service.ids import is_context_id, new_answer_id, new_context_id
 
 

@@ -2,6 +2,8 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
+
 from kvkeep_service.api.schemas import (
     Compression,
     ContextCreate,
@@ -12,7 +14,6 @@ from kvkeep_service.api.schemas import (
 )
 from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
 from kvkeep_service.ports import CompressionSpec, Span
-from pydantic import BaseModel, ValidationError
 
 
 def refused(model: type[BaseModel], body: dict[str, Any]) -> dict[str, str]:

@@ -1,8 +1,9 @@
 import asyncio
 
 import pytest
-from kvkeep_service.api.security import DEFAULT_TENANT, Gate
 from starlette.types import Message, Receive, Scope, Send
+
+from kvkeep_service.api.security import DEFAULT_TENANT, Gate
 
 
 def ask(gate_key: str | None, path: str, authorization: str | None) -> tuple[int, Scope]:

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import structlog
+
 from kvkeep_service.telemetry import set_up_logging, where
 
 SECRET = "the text of a document"

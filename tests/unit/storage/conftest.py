@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
+
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.metadata import Metadata
-from redis.asyncio import Redis
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from kvkeep_storage.artifact import CacheRows, LayerRows
 from kvkeep_storage.errors import Invalid
 

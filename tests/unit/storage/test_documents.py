@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from obstore.store import MemoryStore
+from pydantic import ValidationError
+
 from kvkeep_storage.documents import (
     DocumentBody,
     delete_document,
@@ -18,8 +21,6 @@ from kvkeep_storage.errors import Conflict, DocumentCorrupt, NotFound
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
-from obstore.store import MemoryStore
-from pydantic import ValidationError
 
 from ...support.stores import entries_below
 from .samples import TENANT, a_cache, a_context, stored

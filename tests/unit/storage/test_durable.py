@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvkeep_storage import durable
 
 WRITES = [durable.create, durable.replace]

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvkeep_storage.embedded import EmbeddedStore
-from kvkeep_storage.errors import DataDirectoryLocked, Invalid, MetadataUnavailable
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+
+from kvkeep_storage.embedded import EmbeddedStore
+from kvkeep_storage.errors import DataDirectoryLocked, Invalid, MetadataUnavailable
 
 # Starts a store, writes a record, says so, and waits to be killed.
 OWNER = """

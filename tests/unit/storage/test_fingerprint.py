@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 
 from ...support.caches import a_fingerprint

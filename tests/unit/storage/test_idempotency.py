@@ -1,11 +1,12 @@
 import asyncio
 
 import pytest
+from redis.asyncio import Redis
+
 from kvkeep_storage.errors import RecordCorrupt
 from kvkeep_storage.idempotency import IN_FLIGHT_SECONDS
 from kvkeep_storage.metadata import InFlight, Metadata, Mismatch, Replay, Started
 from kvkeep_storage.redis_keys import TenantKeys
-from redis.asyncio import Redis
 
 from .samples import TENANT
 

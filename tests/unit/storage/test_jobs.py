@@ -3,12 +3,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
+
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job, Jobs
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.redis_keys import BUILDS
-from redis.asyncio import Redis
 
 from .samples import TENANT, a_context
 

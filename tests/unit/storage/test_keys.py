@@ -1,4 +1,5 @@
 import pytest
+
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.keys import DocumentKey, GenerationKey
 

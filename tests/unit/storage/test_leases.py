@@ -2,13 +2,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
+
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import LeaseLost, MetadataUnavailable
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import BuildLease
 from kvkeep_storage.redis_keys import TenantKeys
-from redis.asyncio import Redis
 
 from .samples import CACHE, TENANT
 

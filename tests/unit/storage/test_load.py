@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import stamina
+
 from kvkeep_storage import objects as objects_module
 from kvkeep_storage.artifact import CacheDtype
 from kvkeep_storage.errors import (

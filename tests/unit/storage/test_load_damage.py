@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import stamina
+from redis.asyncio import Redis
+
 from kvkeep_storage.errors import (
     Corrupt,
     Incompatible,
@@ -19,7 +21,6 @@ from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS
-from redis.asyncio import Redis
 
 from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.stores import TENANT, Stores, files_below

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvkeep_storage.errors import Corrupt, Incompatible, Invalid
 from kvkeep_storage.manifest import SCHEMA_VERSION, Manifest, sha256_hex
 from kvkeep_storage.slab import encode_slab

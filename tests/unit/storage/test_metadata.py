@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
+
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import (
     Conflict,
@@ -21,7 +23,6 @@ from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import BuildLease, Expiry, Released
 from kvkeep_storage.redis_keys import TenantKeys
-from redis.asyncio import Redis
 
 from .samples import CACHE, TENANT, a_cache, a_context, a_lease_nobody_gave, stored
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import obstore
 import pytest
+from obstore.store import LocalStore, MemoryStore
+
 from kvkeep_storage import durable, objects
 from kvkeep_storage.errors import Conflict, Corrupt, Full, Invalid, NotFound, ObjectsUnavailable
 from kvkeep_storage.objects import Objects
-from obstore.store import LocalStore, MemoryStore
 
 pytestmark = pytest.mark.anyio
 

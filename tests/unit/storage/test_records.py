@@ -4,6 +4,7 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvkeep_storage.errors import Invalid, RecordCorrupt
 from kvkeep_storage.records import (
     STATUSES,

@@ -9,6 +9,7 @@ import safetensors
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows, RowBytes
 from kvkeep_storage.errors import Corrupt, Invalid
 from kvkeep_storage.slab import (
