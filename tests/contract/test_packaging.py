@@ -3,9 +3,11 @@
 import importlib.metadata
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -127,3 +129,20 @@ def test_ratio_always_means_the_fraction_kept() -> None:
 def test_test_folders_are_packages() -> None:
     folders = {path.parent for path in (REPOSITORY / "tests").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_the_composed_redis_never_evicts_and_survives_a_restart() -> None:
+    compose = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text(encoding="utf-8"))
+    command = compose["services"]["redis"]["command"]
+    settings = dict(pairwise(command))
+    assert settings["--maxmemory-policy"] == "noeviction"
+    assert settings["--appendonly"] == "yes"
+
+
+def test_the_image_runs_as_nobody_special_and_at_the_pins() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    users = [line for line in lines if line.startswith("USER ")]
+    assert users == ["USER 10001", "USER 10001"]
+    installs = [line for line in lines if "pip install" in line and "==" not in line]
+    assert installs
+    assert [line for line in installs if "-c constraints.txt" not in line] == []
