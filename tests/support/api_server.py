@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 import httpx2
 import uvicorn
+
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.registry import Registry
-from kvkeep_service.removal import Stores
+from kvkeep_service.stores import Stores
 from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.jobs import Jobs
@@ -108,7 +109,8 @@ async def _serve(
         registry = Registry(stores, worker, default_ttl_seconds=chosen.default_ttl_seconds)
         app = build_application(registry, worker, chosen)
         builds = asyncio.create_task(worker.run_builds())
-        with socket.socket() as listener:
+        # With the protocol named, asyncio switches Nagle's algorithm off.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

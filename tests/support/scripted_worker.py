@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 import numpy as np
+
 from kvkeep_service.errors import (
     DocumentTooLong,
     Overloaded,
@@ -25,7 +26,7 @@ from kvkeep_service.ports import (
     TokenEvent,
     WorkerStats,
 )
-from kvkeep_service.removal import Stores
+from kvkeep_service.stores import Stores
 from kvkeep_storage.artifact import CacheRows, LayerRows
 from kvkeep_storage.commit import commit
 from kvkeep_storage.errors import ObjectsUnavailable

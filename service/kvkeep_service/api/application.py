@@ -54,6 +54,8 @@ def build_application(
         version=version("kvkeep"),
         description=_DESCRIPTION,
         lifespan=lifespan,
+        # A redirect would make clients send a large body twice, or lose it.
+        redirect_slashes=False,
         middleware=[
             Middleware(
                 Envelope, body_limit_bytes=settings.body_limit_bytes, make_id=new_request_id

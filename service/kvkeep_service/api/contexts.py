@@ -5,8 +5,6 @@ from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse
-from kvkeep_storage.metadata import UNSET
-from kvkeep_storage.records import UNFINISHED, ContextRecord, Status
 
 from kvkeep_service.api.connection import while_connected
 from kvkeep_service.api.errors import BODY, COMMON, RETRY_KEY, responses
@@ -25,6 +23,8 @@ from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.ids import is_context_id
 from kvkeep_service.registration import Answered, Registration
 from kvkeep_service.registry import Changes, Filter, Registry
+from kvkeep_storage.metadata import UNSET
+from kvkeep_storage.records import UNFINISHED, ContextRecord, Status
 
 RETRY_AFTER_SECONDS: Final = 2
 # How often progress is looked at; the end is seen as soon as by any waiting request.
@@ -99,7 +99,7 @@ async def create_context(
 @router.post(
     "/upload",
     status_code=422,
-    response_model=None,
+    response_class=Response,
     responses=responses("unauthenticated", "invalid_request"),
 )
 async def upload_context() -> Response:

@@ -80,11 +80,12 @@ class _Exchange:
 
     async def receive(self) -> Message:
         if self._read_bytes == 0 and self._declared_bytes() > self._limit_bytes:
-            raise await self._too_large()
+            # One that asked first (Expect) has sent nothing yet, and is told at once.
+            raise await self._too_large(more="expect" not in self.request_headers)
         message = await self._receive()
         self._read_bytes += len(message.get("body", b""))
         if self._read_bytes > self._limit_bytes:
-            raise await self._too_large()
+            raise await self._too_large(more=message.get("more_body", False))
         return message
 
     async def send(self, message: Message) -> None:
@@ -93,15 +94,13 @@ class _Exchange:
             MutableHeaders(scope=message)[REQUEST_ID] = self.request_id
         await self._send(message)
 
-    async def _too_large(self) -> BodyTooLarge:
+    async def _too_large(self, *, more: bool) -> BodyTooLarge:
         # A client that is still sending would see a reset connection instead of the answer, so
-        # as much again is read and thrown away. One that asked first (Expect) is told at once.
-        if self._read_bytes > 0 or "expect" not in self.request_headers:
-            more = True
-            while more and self._read_bytes <= 2 * self._limit_bytes:
-                message = await self._receive()
-                self._read_bytes += len(message.get("body", b""))
-                more = message.get("more_body", False)
+        # as much again is read and thrown away.
+        while more and self._read_bytes <= 2 * self._limit_bytes:
+            message = await self._receive()
+            self._read_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
         return BodyTooLarge(self._limit_bytes)
 
     def _declared_bytes(self) -> int:

@@ -7,7 +7,7 @@ request.
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Final, cast
+from typing import Final
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -27,7 +27,7 @@ from kvkeep_service.api.security import Tenant
 from kvkeep_service.api.views import AnswerView, TokenView
 from kvkeep_service.errors import WorkerUnavailable
 from kvkeep_service.ids import new_answer_id
-from kvkeep_service.ports import AnswerEvent, QueryRequest, TokenEvent, Worker
+from kvkeep_service.ports import AnswerEvent, QueryRequest, Worker
 from kvkeep_service.registry import Askable
 
 router = APIRouter(prefix="/contexts", tags=["queries"])
@@ -89,7 +89,7 @@ async def query_context(
 
 
 async def _collect(worker: Worker, asked: QueryRequest) -> AnswerEvent:
-    async with aclosing(_answering(worker, asked)) as events:
+    async with aclosing(worker.query(asked)) as events:
         async for item in events:
             if isinstance(item, AnswerEvent):
                 return item
@@ -97,7 +97,7 @@ async def _collect(worker: Worker, asked: QueryRequest) -> AnswerEvent:
 
 
 async def _stream(worker: Worker, asked: QueryRequest) -> AsyncGenerator[bytes, None]:
-    async with aclosing(_answering(worker, asked)) as events:
+    async with aclosing(worker.query(asked)) as events:
         async for item in events:
             if isinstance(item, AnswerEvent):
                 yield event("done", _view(worker, asked, item))
@@ -105,13 +105,6 @@ async def _stream(worker: Worker, asked: QueryRequest) -> AsyncGenerator[bytes, 
             token = TokenView(text=item.text, index=item.index)
             yield event("token", token.model_dump_json())
     raise _ended_early()
-
-
-def _answering(
-    worker: Worker, asked: QueryRequest
-) -> AsyncGenerator[TokenEvent | AnswerEvent, None]:
-    # The protocol promises ``aclose`` in words; its type does not.
-    return cast("AsyncGenerator[TokenEvent | AnswerEvent, None]", worker.query(asked))
 
 
 def _ended_early() -> WorkerUnavailable:

@@ -1,0 +1,236 @@
+"""Requests that cannot be served: every one of them is answered with a problem of its own."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ...support.api_server import ApiServer, api_server
+from .answers import UNKNOWN, problem
+
+LIMIT_BYTES = 4096
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with api_server(tmp_path_factory.mktemp("small"), body_limit_bytes=LIMIT_BYTES) as server:
+        yield server
+
+
+def post(api: ApiServer, content: bytes, path: str = "/contexts", **headers: str) -> Any:
+    return api.client.post(path, content=content, headers={**JSON, **headers})
+
+
+# --- text that is none -------------------------------------------------------------------------
+
+SURROGATES = [
+    (b'{"document": "a\xff"}', "body"),
+    (b'{"document": "\xc3\x28"}', "body"),
+    (b'{"document": "\xed\xa0\x80"}', "document"),
+    (b'{"document": "\\ud800"}', "document"),
+    (b'{"document": "x", "name": "\\udc00"}', "name"),
+    (b'{"document": "x", "system": "\\ud83d"}', "system"),
+    (b'{"document": "x", "metadata": {"a": "\\ud83d"}}', "metadata.a"),
+    (b'{"document": "x", "metadata": {"\\ud83d": "a"}}', "metadata"),
+    (b'{"documents": [{"name": "n", "text": "\\ud83d"}]}', "documents.0.text"),
+    (b'{"document": "x", "\\ud83d": "a"}', "body"),
+]
+
+
+@pytest.mark.parametrize(("content", "field"), SURROGATES)
+def test_text_that_is_no_unicode_is_refused(api: ApiServer, content: bytes, field: str) -> None:
+    response = post(api, content)
+    body = problem(response)
+    assert (response.status_code, body["code"]) == (422, "invalid_encoding")
+    assert body["field"] == field
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"question": "\\ud800"}',
+        b'{"question": "x", "stop": ["\\ud800"]}',
+        b'{"question": "x", "chat_template_kwargs": {"a": [{"b": "\\ud800"}]}}',
+        b'{"question": "x", "system": "\xfe"}',
+    ],
+)
+def test_the_same_goes_for_questions(api: ApiServer, content: bytes) -> None:
+    response = post(api, content, f"/contexts/{UNKNOWN}/query")
+    assert (response.status_code, problem(response)["code"]) == (422, "invalid_encoding")
+
+
+def test_nul_and_every_plane_of_unicode_are_text(api: ApiServer) -> None:
+    text = "a\0b \u2028 \uffff \U0001f642 \U0010ffff é"
+    context = api.create(document=text, name=text, metadata={text: text})
+    assert (context["name"], context["metadata"]) == (text, {text: text})
+    document = api.client.get(f"/contexts/{context['id']}/document").json()
+    assert document["document"] == text
+
+
+@pytest.mark.parametrize("document", ["", " \n\t", "\u2003"])
+def test_an_empty_document_is_refused(api: ApiServer, document: str) -> None:
+    response = api.client.post("/contexts", json={"document": document})
+    assert (response.status_code, problem(response)["code"]) == (422, "empty_document")
+
+
+# --- bodies that are none ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"document": }',
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"document": "x"} {}',
+        b"[" * 100_000,
+        b'{"wait": ' + b"9" * 5000 + b', "document": "x"}',
+        b'{"document": "x", "compression": {"ratio": NaN}}',
+        b'{"document": "x", "chat": {}}',
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(api: ApiServer, content: bytes) -> None:
+    response = post(api, content)
+    body = problem(response)
+    assert (response.status_code, body["code"]) == (422, "invalid_request")
+    assert body["errors"]
+    assert "function-" not in response.text
+
+
+def test_every_refused_field_is_named_with_its_path(api: ApiServer) -> None:
+    body = {
+        "document": "x",
+        "colour": "red",
+        "compression": {"ratio": "0.3", "speed": 1},
+        "protect": [{"start": 0, "end": "1"}],
+    }
+    refused = problem(api.client.post("/contexts", json=body))
+    assert [error["field"] for error in refused["errors"]] == [
+        "protect.0.end",
+        "compression.ratio",
+        "compression.speed",
+        "colour",
+    ]
+
+
+def test_a_refused_document_is_not_repeated(api: ApiServer) -> None:
+    secret = "the text of a secret document"
+    for body in ({"document": [secret]}, {"document": secret, "name": 7}, {"messages": secret}):
+        response = api.client.post("/contexts", json=body)
+        assert response.status_code == 422
+        assert secret not in response.text
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application"],
+)
+@pytest.mark.parametrize("path", ["/contexts", f"/contexts/{UNKNOWN}/query"])
+def test_a_body_that_is_not_declared_as_json_is_refused(
+    api: ApiServer, path: str, content_type: str
+) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    response = api.client.post(path, content=b'{"document": "x"}', headers=headers)
+    assert (response.status_code, problem(response)["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"]
+)
+def test_json_may_be_declared_in_any_way_that_is_json(api: ApiServer, content_type: str) -> None:
+    response = post(api, b'{"document": "a b c d e"}', **{"content-type": content_type})
+    assert response.status_code in (200, 202)
+
+
+# --- bodies that are too large -----------------------------------------------------------------
+
+
+def too_large(response: Any) -> None:
+    body = problem(response)
+    assert (response.status_code, body["code"]) == (413, "body_too_large")
+    assert body["limit_bytes"] == LIMIT_BYTES
+
+
+def test_a_body_up_to_the_limit_is_read(small: ApiServer) -> None:
+    content = json.dumps({"document": "x"}).encode()
+    content += b" " * (LIMIT_BYTES - len(content))
+    assert post(small, content).status_code in (200, 202)
+    too_large(post(small, content + b" "))
+
+
+def test_a_body_far_over_the_limit_still_gets_its_answer(small: ApiServer) -> None:
+    too_large(post(small, b" " * LIMIT_BYTES * 2))
+
+
+def test_a_body_that_hides_its_length_is_refused_while_it_streams(small: ApiServer) -> None:
+    chunks = iter([b" " * 1000] * 6)
+    response = small.client.post("/contexts", content=chunks, headers=JSON)
+    assert response.request.headers["transfer-encoding"] == "chunked"
+    too_large(response)
+
+
+def test_a_body_of_32_mib_is_within_the_usual_limit(api: ApiServer) -> None:
+    content = b'{"document": "%s"}' % (b"word " * 2000)
+    content += b" " * (32 * 2**20 - len(content))
+    assert post(api, content).json()["code"] == "document_too_long"
+    assert post(api, content + b" ").json()["code"] == "body_too_large"
+
+
+# --- paths, methods, ids -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/context", "/contexts/", f"/contexts/{UNKNOWN}/nothing"])
+def test_a_path_that_leads_nowhere_is_not_found(api: ApiServer, path: str) -> None:
+    response = api.client.get(path)
+    assert (response.status_code, problem(response)["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("PUT", "/contexts"), ("DELETE", "/contexts"), ("GET", f"/contexts/{UNKNOWN}/query")],
+)
+def test_a_method_that_is_not_there_is_not_allowed(api: ApiServer, method: str, path: str) -> None:
+    response = api.client.request(method, path)
+    assert (response.status_code, problem(response)["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/contexts?wiat=3"),
+        ("POST", "/contexts?wait=301"),
+        ("POST", "/contexts?wait=nan"),
+        ("POST", f"/contexts/{UNKNOWN}/query?wait=-1"),
+        ("GET", f"/contexts/{UNKNOWN}?fields=id"),
+        ("DELETE", f"/contexts/{UNKNOWN}?force=1"),
+    ],
+)
+def test_a_parameter_that_means_nothing_is_refused(api: ApiServer, method: str, path: str) -> None:
+    body = {"document": "x"} if path.startswith("/contexts?") else {"question": "x"}
+    response = api.client.request(method, path, json=body if method == "POST" else None)
+    assert (response.status_code, problem(response)["code"]) == (422, "invalid_request")
+
+
+def test_every_answer_carries_a_request_id(api: ApiServer) -> None:
+    for path in ("/health/live", "/contexts", "/nowhere", f"/contexts/{UNKNOWN}"):
+        assert api.client.get(path).headers["x-request-id"].startswith("req_")
+        given = api.client.get(path, headers={"X-Request-Id": "mine-1"})
+        assert given.headers["x-request-id"] == "mine-1"
+
+
+def test_bytes_that_are_no_http_harm_nobody(api: ApiServer) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.putrequest("POST", "/contexts", skip_host=True)
+    connection.putheader("content-length", "-1")
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert api.client.get("/health/live").status_code == 200
