@@ -34,8 +34,8 @@ async def delete_generation(objects: Objects, key: GenerationKey) -> list[Object
     The cache record must not name it any more. The manifest goes first, so that what a crash
     leaves is never taken for a whole generation. Raises: ObjectsUnavailable.
     """
-    await objects.delete(key.manifest)
     found = await objects.objects_below(key.prefix)
+    await objects.delete(key.manifest)
     await run_together((objects.delete(item.key) for item in found), limit=_PARALLEL_DELETES)
     return found
 

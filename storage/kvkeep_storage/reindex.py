@@ -7,7 +7,6 @@ repeated and may run beside the service.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvkeep_storage import keys
@@ -36,9 +35,7 @@ class ReindexReport:
     damaged: tuple[str, ...]
 
 
-async def reindex(
-    objects: Objects, metadata: Metadata, *, clock: Callable[[], float] = time.time
-) -> ReindexReport:
+async def reindex(objects: Objects, metadata: Metadata) -> ReindexReport:
     """Restore every record that is missing, then bind Redis to this object store.
 
     A context without a whole cache comes back unfinished, to be built again. An expiry that
@@ -49,7 +46,7 @@ async def reindex(
     store_id, recorded = await objects.store_id(), await metadata.store_id()
     if recorded not in (None, store_id):
         raise StoreMismatch(store_id, recorded)
-    run = _Reindex(objects, metadata, clock)
+    run = _Reindex(objects, metadata)
     for tenant in await objects.directories_below(keys.DOCUMENTS):
         for context_id in await objects.directories_below(f"{keys.DOCUMENTS}/{tenant}"):
             try:
@@ -64,7 +61,6 @@ async def reindex(
 class _Reindex:
     objects: Objects
     metadata: Metadata
-    clock: Callable[[], float]
     contexts: int = 0
     caches: int = 0
     damaged: list[str] = field(default_factory=list)
@@ -78,13 +74,13 @@ class _Reindex:
             self.damaged.append(f"{key.tenant}/{key.context_id}: document or mirror is missing")
             return
         record = mirror.record
-        if await self.metadata.restore_context(_unbuilt(record, self.clock())):
+        if await self.metadata.restore_context(_unbuilt(record, time.time())):
             self.contexts += 1
         cache = await self._find_cache(mirror)
         if cache is not None:
             if await self.metadata.restore_cache(cache):
                 self.caches += 1
-            await self.metadata.attach(record.tenant, record.id, self.clock())
+            await self.metadata.attach(record.tenant, record.id, time.time())
         await self._undo_if_deleted(key)
 
     async def _undo_if_deleted(self, key: DocumentKey) -> None:

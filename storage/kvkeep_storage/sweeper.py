@@ -7,7 +7,6 @@ flushed in mid-sweep must not make every cache look like an orphan.
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -56,8 +55,6 @@ class Sweeper:
         metadata: Metadata,
         leases: Leases,
         grace_seconds: float,
-        *,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Keep the stores, which the caller closes. Raises: Invalid for a negative grace."""
         if grace_seconds < 0:
@@ -66,7 +63,6 @@ class Sweeper:
         self._metadata = metadata
         self._leases = leases
         self._grace_seconds = grace_seconds
-        self._clock = clock
 
     async def run_once(self) -> SweepReport:
         """Sweep everything once. A run that stops half-way is continued by the next one.
@@ -92,7 +88,7 @@ class Sweeper:
         The document goes first, so that a crash in between leaves a record that is found again.
         An expired context cannot come back to life, so nothing can change its mind meanwhile.
         """
-        before = self._clock() - self._grace_seconds
+        before = time.time() - self._grace_seconds
         deleted: list[tuple[str, str] | None] = []
         for tenant, context_id in await self._metadata.expired(before, _EXPIRED_MAX):
             if not await self._has_expired(tenant, context_id, before):
@@ -149,7 +145,7 @@ class Sweeper:
         if not found:
             return False
         newest = max(item.modified_at for item in found)
-        if self._clock() - newest < self._grace_seconds:
+        if time.time() - newest < self._grace_seconds:
             return False
         if await self._leases.is_building(key.tenant, key.cache_id):
             return False
