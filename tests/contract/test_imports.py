@@ -58,7 +58,7 @@ def test_the_installed_package_is_the_one_in_this_checkout(package: str) -> None
 
 
 def test_the_http_side_loads_without_torch() -> None:
-    modules = modules_of("kvkeep_service.api")
+    modules = [*modules_of("kvkeep_service.api"), "kvkeep_service.registry"]
     loaded = loaded_after("\n".join(f"import {name}" for name in modules))
     assert loaded & {"torch", "triton", "transformers", "kvkeep_kernels"} == set()
     assert "kvkeep_service" in loaded
