@@ -2,7 +2,8 @@
 
 Each names its KEYS and ARGV. Every key it touches is in KEYS, all of one tenant. A script over
 the contexts of a cache is given their ids by the caller and answers ``retry`` when they are no
-longer exactly the cache's references.
+longer exactly the cache's references. A number handed to a command keeps all its digits; one
+joined to a text would not.
 """
 
 from typing import Final
@@ -21,8 +22,7 @@ local function referencing(key, first, count)
 end
 """
 
-# Copies what a cache offers into a context that asked for a ratio up to the built one. Numbers
-# stay the texts they are, so that no digit is lost.
+# Copies what a cache offers into a context that asked for a ratio up to the built one.
 _OFFER: Final = """
 local function offer(context, cache)
   local found = redis.call('HMGET', cache, 'ratios', 'ratio_achieved', 'stored_bytes',
@@ -77,7 +77,7 @@ if ARGV[3] == 'never' then
 elseif ARGV[3] == 'set' then
   local base = times[2]
   if ARGV[4] == 'last_used_at' and times[3] then base = times[3] end
-  local at = string.format('%.17g', tonumber(base) + tonumber(ARGV[5]))
+  local at = tonumber(base) + tonumber(ARGV[5])
   redis.call('HSET', KEYS[1], 'expires_at', at, 'expires_anchor', ARGV[4],
              'expires_seconds', ARGV[5])
   redis.call('ZADD', KEYS[2], at, ARGV[1])
@@ -98,7 +98,7 @@ if record[5] and tonumber(record[5]) > tonumber(used) then used = record[5] end
 redis.call('HSET', KEYS[1], 'last_used_at', used)
 redis.call('HINCRBY', KEYS[1], 'queries', 1)
 if record[3] == 'last_used_at' then
-  local at = string.format('%.17g', tonumber(used) + tonumber(record[4]))
+  local at = tonumber(used) + tonumber(record[4])
   redis.call('HSET', KEYS[1], 'expires_at', at)
   redis.call('ZADD', KEYS[2], at, ARGV[1])
 end

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from redis.asyncio import Redis
+
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
 
@@ -59,3 +61,9 @@ async def stored(metadata: Metadata, context_id: str, tenant: str = TENANT) -> C
 
 def a_lease_nobody_gave(cache_id: str = CACHE) -> BuildLease:
     return BuildLease(TENANT, cache_id, "stranger", 1)
+
+
+async def every_key(redis: Redis) -> set[str]:
+    """Every key that belongs to a tenant."""
+    keys = [str(key) for key in await redis.keys("*")]
+    return {key for key in keys if not key.startswith("{kvkeep}")}
