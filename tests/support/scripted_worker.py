@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 import numpy as np
 
 from kvkeep_service.errors import (
+    ContextNotReady,
     DocumentTooLong,
     Overloaded,
     QuestionTooLong,
@@ -206,6 +207,7 @@ _REFUSALS: dict[str, Callable[[], Exception]] = {
     "is too long": lambda: QuestionTooLong(2000, 900),
     "comes too often": lambda: Overloaded(64, retry_after_seconds=3),
     "changes the prefix": lambda: TemplateChangesPrefix("chat_template_kwargs"),
+    "finds a damaged cache": lambda: ContextNotReady("ctx", "rebuilding"),
     "breaks at once": lambda: RuntimeError("a secret of the document"),
 }
 

@@ -134,6 +134,7 @@ def test_field_50_a_stream_joins_to_the_whole_answer(ask: Ask) -> None:
         ("is too long", 413, "question_too_long"),
         ("comes too often", 503, "overloaded"),
         ("changes the prefix", 422, "template_changes_prefix"),
+        ("finds a damaged cache", 409, "context_not_ready"),
         ("breaks at once", 500, "internal"),
     ],
 )
@@ -258,7 +259,8 @@ def test_a_client_that_stops_reading_a_stream_stops_the_generation(
     body = {"question": "never ends", "stream": True}
     path = f"/contexts/{context['id']}/query"
     with api.client.stream("POST", path, json=body) as stream:
-        next(stream.iter_text())
+        pieces = stream.iter_text()
+        next(pieces)
         assert api.worker.running == 1
     assert settled(lambda: api.worker.running == 0)
 
