@@ -61,7 +61,10 @@ async def test_no_script_and_no_command_leaves_its_slot(cluster_url: str) -> Non
         with pytest.raises(ClusterCrossSlotError), Redis.from_url(cluster_url) as raw:
             raw.mget("kvkeep:{a}:x", "kvkeep:{b}:x")
 
-        assert await metadata.patch_context(TENANT, "ctx_01", expires=Expiry("created_at", 10**9))
+        patched = await metadata.patch_context(
+            TENANT, "ctx_01", expires=Expiry("created_at", 10**9)
+        )
+        assert patched.expires_seconds == 10**9
         assert await metadata.touch_context(TENANT, "ctx_01", 1_790_000_600.0)
         await metadata.set_building(TENANT, "ctx_01", rebuilding=False)
         assert await metadata.progress(TENANT, "ctx_01", "prefill", 0.5)

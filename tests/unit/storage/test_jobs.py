@@ -25,9 +25,7 @@ async def claimed(jobs: Jobs, owner: str, block_seconds: float = 0) -> Job:
 
 async def fall_silent(redis: Redis, job: Job, for_ms: int = 10_000) -> None:
     """The owner of a job dies: its last heartbeat is now this long ago."""
-    await redis.execute_command(
-        "XCLAIM", BUILDS, GROUP, job.owner, 0, job.id, "IDLE", for_ms, "JUSTID"
-    )
+    await redis.xclaim(BUILDS, GROUP, job.owner, 0, [job.id], idle=for_ms, justid=True)
 
 
 async def pending(redis: Redis) -> list[Any]:
@@ -261,7 +259,7 @@ async def test_workers_long_gone_are_forgotten_and_those_with_jobs_are_not(
     await claimed(patient, "busy")
     for number in range(5):
         assert await patient.claim(f"gone{number}", 0) is None
-        await redis.execute_command("XGROUP", "CREATECONSUMER", BUILDS, GROUP, f"gone{number}")
+        await redis.xgroup_createconsumer(BUILDS, GROUP, f"gone{number}")
     async with asyncio.timeout(30):
         while len(await redis.xinfo_consumers(BUILDS, GROUP)) > 1:
             await jobs.reconcile(metadata)

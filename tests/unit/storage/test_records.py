@@ -1,5 +1,6 @@
 import math
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_a_context_that_waits_can_always_become_ready_or_fail() -> None:
     stored_bytes=st.none() | counts,
     error_detail=st.none() | st.text(),
 )
-def test_a_context_reads_back_exactly_as_it_was_written(**changes: object) -> None:
+def test_a_context_reads_back_exactly_as_it_was_written(**changes: Any) -> None:
     changes["ratios_available"] = changes.pop("available")
     record = a_context(**changes)
     assert ContextRecord.from_hash(record.to_hash()) == record
@@ -77,7 +78,7 @@ def test_a_context_reads_back_exactly_as_it_was_written(**changes: object) -> No
     stored_bytes=counts,
     ratios=st.sets(st.floats(0, 1, exclude_min=True)).map(lambda found: tuple(sorted(found))),
 )
-def test_a_cache_reads_back_exactly_as_it_was_written(**changes: object) -> None:
+def test_a_cache_reads_back_exactly_as_it_was_written(**changes: Any) -> None:
     record = a_cache(**changes)
     assert CacheRecord.from_hash(record.to_hash()) == record
 
@@ -134,9 +135,7 @@ def test_a_record_with_an_impossible_value_is_corrupt(field: str, text: str) -> 
         ({"tokens_total": -1}, "context.tokens_total"),
     ],
 )
-def test_a_context_that_cannot_be_is_refused_by_field(
-    changes: dict[str, object], field: str
-) -> None:
+def test_a_context_that_cannot_be_is_refused_by_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(Invalid) as caught:
         a_context(**changes)
     assert caught.value.field == field
@@ -147,7 +146,7 @@ def test_a_context_that_cannot_be_is_refused_by_field(
     [{"ratios": (0.2, 0.1)}, {"ratios": (0.1, 0.1)}, {"stored_bytes": -1}, {"generation": "a:b"}],
     ids=str,
 )
-def test_a_cache_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
+def test_a_cache_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=r"cache\."):
         a_cache(**changes)
 
