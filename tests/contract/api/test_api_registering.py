@@ -2,10 +2,11 @@
 
 import json
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
-from ...support.api_server import ApiServer
+from ...support.api_server import ApiServer, api_server
 from .answers import numbered, problem
 
 
@@ -96,6 +97,16 @@ def test_field_47_a_long_build_does_not_hold_the_request(api: ApiServer) -> None
     api.hold_builds()
     response = api.client.post("/contexts", json={"document": numbered(7)})
     assert response.status_code == 202
+
+
+def test_an_expiry_left_out_is_the_default_and_null_is_never(tmp_path: Path) -> None:
+    with api_server(tmp_path, default_ttl_seconds=3600) as api:
+        assert api.create()["expires_at"] is not None
+        assert api.create(expires_after=None)["expires_at"] is None
+
+
+def test_without_a_default_a_context_never_expires(api: ApiServer) -> None:
+    assert api.create()["expires_at"] is None
 
 
 def test_the_served_model_may_be_named_and_no_other(api: ApiServer) -> None:
