@@ -12,25 +12,36 @@ async def run_together(
 ) -> list[Result]:
     """Run every coroutine, at most ``limit`` at a time; return their results in order.
 
-    The first failure cancels the others, waits for them to end, and is raised as it is.
+    After a failure no other one is started, those that run are waited for, and the failure is
+    raised. They are not cancelled, because a write in a thread would go on behind the caller's
+    back while he cleans up after it. Being cancelled itself, it cancels them.
     """
-    gate = asyncio.Semaphore(limit)
+    waiting = list(enumerate(coroutines))
+    waiting.reverse()
+    results: dict[int, Result] = {}
 
-    async def gated(coroutine: Coroutine[Any, Any, Result]) -> Result:
-        async with gate:
-            return await coroutine
+    async def work() -> None:
+        while waiting:
+            index, coroutine = waiting.pop()
+            try:
+                results[index] = await coroutine
+            except BaseException:
+                _discard(waiting)
+                raise
 
-    waiting = list(coroutines)
-    failure: BaseException | None = None
+    count = len(waiting)
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(gated(coroutine)) for coroutine in waiting]
-    except BaseExceptionGroup as failures:
-        failure = failures.exceptions[0]
+        workers = (work() for _ in range(min(limit, count)))
+        outcomes = await asyncio.gather(*workers, return_exceptions=True)
     finally:
-        # Closes what was cancelled before it started; the others ignore it.
-        for coroutine in waiting:
-            coroutine.close()
-    if failure is not None:
-        raise failure
-    return [task.result() for task in tasks]
+        _discard(waiting)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome
+    return [results[index] for index in range(count)]
+
+
+def _discard(waiting: list[tuple[int, Coroutine[Any, Any, Result]]]) -> None:
+    for _, coroutine in waiting:
+        coroutine.close()
+    waiting.clear()
