@@ -8,9 +8,12 @@ import hashlib
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep_service.errors import ModelUnavailable
@@ -57,13 +60,28 @@ def converted_directory(gguf: Path, model_cache: Path) -> tuple[Path, str]:
 
 def _convert(gguf: Path, directory: Path) -> None:
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with quiet_progress():
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except (OSError, ValueError, KeyError) as error:
+    # The reader raises whatever the damaged bytes lead it to.
+    except Exception as error:
         raise ModelUnavailable(str(gguf), f"cannot convert it: {error}") from error
     # The weights are dequantised now; transformers would refuse to save them as "gguf".
     model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(directory)
+    with quiet_progress():
+        model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Keep transformers' progress bars off the screen for the length of a ``with`` block."""
+    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers.utils.logging.enable_progress_bar()

@@ -6,14 +6,11 @@ Architectures are allowed by name. A model whose attention this engine would com
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -23,7 +20,12 @@ from kvkeep_service.engine.attention import (
     AttentionPass,
     register_attention,
 )
-from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
+from kvkeep_service.engine.gguf import (
+    BUNDLED,
+    bundled_gguf,
+    converted_directory,
+    quiet_progress,
+)
 from kvkeep_service.engine.template import ChatTemplate
 from kvkeep_service.errors import ModelUnavailable, ModelUnsupported
 from kvkeep_service.ports import ModelInfo
@@ -198,21 +200,10 @@ def _load_config(reference: str, directory: str) -> Any:
 
 def _from_hub(reference: str, load: Any, directory: str, **arguments: Any) -> Any:
     try:
-        with _quiet_progress():
+        with quiet_progress():
             return load(directory, **arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(reference, str(error).partition("\n")[0]) from error
-
-
-@contextmanager
-def _quiet_progress() -> Iterator[None]:
-    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers.utils.logging.enable_progress_bar()
 
 
 def _weights_digest(reference: str, config: Any, directory: str) -> str:

@@ -1,0 +1,140 @@
+"""KVzip's scores equal a dense computation with a stock model, chunk by chunk."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvkeep_kernels.reference import chunk_max_attention
+from kvkeep_service.engine.build import DocumentTokens, RatioMissed, _check_achieved
+from kvkeep_service.engine.cache import FullCache
+from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.policies.kvzip import (
+    CHUNK_TOKENS,
+    KVzip,
+    RepeatPrompts,
+    chunk_tokens,
+)
+
+from .masked_reference import MaskedReference
+from .models import KINDS, engine_model, random_document, run_build, stock_model
+
+PROMPTS = RepeatPrompts(first=(1, 2, 3), later=(4, 5), turn_end=(6, 7))
+CHUNK = 60
+
+
+def our_scores(model: LanguageModel, document: DocumentTokens, scoring: str) -> torch.Tensor:
+    cache = FullCache(model.shape, document.num_tokens, dtype=model.dtype, device=model.device)
+    from kvkeep_service.engine.build import _prefill
+
+    for _ in _prefill(model, cache, document):
+        pass
+    steps = KVzip(PROMPTS, scoring=scoring, chunk_tokens=CHUNK).score(model, cache, document)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as finished:
+            return finished.value
+
+
+def oracle_scores(kind: str, document: DocumentTokens, scoring: str) -> torch.Tensor:
+    """Repeat each chunk with a stock model over a dense cache; score from its own q and k."""
+    stock = stock_model(kind)
+    config = stock.config
+    num_prefix, total = document.num_prefix, document.num_tokens
+    reference = MaskedReference(stock)
+    reference.forward([*document.prefix_ids, *document.ids], 0)
+    scores = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, len(document.ids))
+    for first in range(0, len(document.ids), CHUNK):
+        chunk = list(document.ids[first : first + CHUNK])
+        if first == 0:
+            ids = [1, 2, 3, 6, 7, *chunk]
+        else:
+            ids = [4, 5, *document.ids[first - 8 : first], 6, 7, *chunk]
+        begin, end = num_prefix + first, num_prefix + first + len(chunk)
+        if scoring == "local":
+            mask = torch.zeros(config.num_key_value_heads, total, dtype=torch.bool)
+            mask[:, :num_prefix] = True
+            mask[:, begin:end] = True
+            reference.visible = [mask] * config.num_hidden_layers
+        reference.forward(ids, total)
+        for layer, (q, k) in reference.seen.items():
+            scores[layer, :, first : first + len(chunk)] = chunk_max_attention(
+                q, k[:, :num_prefix], k[:, begin:end], k[:, total:], scale=q.shape[-1] ** -0.5
+            )
+        reference.forget(len(ids))
+        reference.visible = None
+    return scores
+
+
+@pytest.mark.parametrize("scoring", ["exact", "local"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_equal_a_dense_stock_model(kind: str, scoring: str) -> None:
+    # The last chunk has one token; repeat inputs are longer than a slice on purpose.
+    document = random_document(2 * CHUNK + 1, prefix=4, seed=1)
+    ours = our_scores(engine_model(stock_model(kind)), document, scoring)
+    torch.testing.assert_close(ours, oracle_scores(kind, document, scoring), rtol=2e-3, atol=1e-6)
+
+
+def test_slices_of_a_repeat_input_share_one_running_maximum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    document = random_document(150, seed=2)
+    model = engine_model(stock_model("llama"))
+    whole = our_scores(model, document, "local")
+    for module in ("kvkeep_service.engine.build", "kvkeep_service.policies.kvzip"):
+        monkeypatch.setattr(f"{module}.SLICE_TOKENS", 17)
+    torch.testing.assert_close(our_scores(model, document, "local"), whole, rtol=2e-3, atol=1e-6)
+
+
+def test_a_later_chunk_repeats_the_eight_tokens_before_it() -> None:
+    document = DocumentTokens([0], list(range(100, 160)), torch.zeros(60, dtype=torch.bool))
+    assert PROMPTS.repeat_input(document, range(3)) == [1, 2, 3, 6, 7, 100, 101, 102]
+    later = PROMPTS.repeat_input(document, range(20, 22))
+    assert later == [4, 5, *range(112, 120), 6, 7, 120, 121]
+    assert PROMPTS.repeat_input(document, range(3, 4)) == [4, 5, 100, 101, 102, 6, 7, 103]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(1000, 1024), (7600, 528), (7930, 198), (8100, 64)]
+)
+def test_chunks_shrink_where_few_positions_are_left(num_tokens: int, expected: int) -> None:
+    assert chunk_tokens("local", num_tokens, 8192) == expected
+
+
+def test_the_published_chunk_size_is_used_for_exact_scoring() -> None:
+    assert CHUNK_TOKENS["exact"] == 2000
+
+
+def test_scoring_that_kept_another_share_than_asked_fails_the_build() -> None:
+    built = run_build(
+        engine_model(stock_model("llama")),
+        random_document(300),
+        KVzip(PROMPTS, scoring="local", chunk_tokens=CHUNK),
+        (0.3,),
+    )
+    _check_achieved(built.selection, 0.3)
+    with pytest.raises(RatioMissed):
+        _check_achieved(built.selection, 0.4)
+
+
+def test_a_build_hands_back_control_after_every_bounded_piece() -> None:
+    model = engine_model(stock_model("llama"))
+    tokens = []
+    hidden = model.hidden
+
+    def counting(ids: torch.Tensor, *rest: object) -> torch.Tensor:
+        tokens.append(ids.shape[1])
+        return hidden(ids, *rest)
+
+    model.hidden = counting
+    from kvkeep_service.engine.build import SLICE_TOKENS, build
+
+    policy = KVzip(PROMPTS, scoring="local", chunk_tokens=700)
+    steps = build(model, random_document(900), policy=policy, ratios=(0.3,))
+    per_item = []
+    for _ in steps:
+        per_item.append(sum(tokens))
+        tokens.clear()
+    assert max(per_item) <= SLICE_TOKENS
+    assert len(list(itertools.filterfalse(None, per_item))) == model.shape.num_layers
