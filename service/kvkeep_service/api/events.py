@@ -36,6 +36,7 @@ class Relay:
     ) -> None:
         """Start at once. `aclose` must follow."""
         self._queue: asyncio.Queue[bytes] = asyncio.Queue(1)
+        self._arrived = asyncio.Event()
         self._ping_seconds = ping_seconds
         self._task = asyncio.create_task(self._run(source))
 
@@ -44,17 +45,17 @@ class Relay:
 
         Raises: what the source raised.
         """
-        getter = asyncio.create_task(self._queue.get())
-        try:
-            await asyncio.wait(
-                {getter, self._task},
-                timeout=self._ping_seconds,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if getter.done():
-                return getter.result()
-        finally:
-            getter.cancel()
+        if self._queue.empty():
+            self._arrived.clear()
+            arrival = asyncio.create_task(self._arrived.wait())
+            try:
+                await asyncio.wait(
+                    {arrival, self._task},
+                    timeout=self._ping_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                arrival.cancel()
         if not self._queue.empty():
             return self._queue.get_nowait()
         if not self._task.done():
@@ -71,6 +72,7 @@ class Relay:
         async with aclosing(source):
             async for item in source:
                 await self._queue.put(item)
+                self._arrived.set()
 
 
 class EventStream(EventSourceResponse):

@@ -83,6 +83,18 @@ async def test_a_source_that_rests_is_bridged_with_pings() -> None:
     assert source.closed.is_set()
 
 
+async def test_an_item_that_the_reader_waits_for_comes_at_once_and_without_pings() -> None:
+    async def slow() -> AsyncGenerator[bytes, None]:
+        for number in range(3):
+            await asyncio.sleep(0.01)
+            yield b"%d" % number
+
+    relay = Relay(slow(), ping_seconds=3600)
+    async with asyncio.timeout(60):
+        assert [await relay.next() for _ in range(4)] == [b"0", b"1", b"2", None]
+    await relay.aclose()
+
+
 async def test_a_source_is_at_most_two_items_ahead_of_the_reader() -> None:
     source = Source()
     relay = Relay(source.items())
@@ -90,6 +102,7 @@ async def test_a_source_is_at_most_two_items_ahead_of_the_reader() -> None:
         await asyncio.sleep(0)
     assert source.given == 2
     await relay.aclose()
+    assert source.closed.is_set()
 
 
 @pytest.mark.parametrize(
