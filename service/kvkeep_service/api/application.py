@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
-from starlette.types import Lifespan
 
 from kvkeep_service.api import contexts, errors, health, queries
 from kvkeep_service.api.envelope import Envelope
@@ -46,14 +45,13 @@ def build_application(
 ) -> FastAPI:
     """Build the application from what the composition root has opened, and will close.
 
-    ``lifespan`` runs with the server. `config.Settings` has checked that an open host has a key.
+    `config.Settings` has checked that an open host has a key.
     """
     key = settings.api_key
     app = _Application(
         title="kvkeep",
         version=version("kvkeep"),
         description=_DESCRIPTION,
-        lifespan=lifespan,
         # A redirect would make clients send a large body twice, or lose it.
         redirect_slashes=False,
         middleware=[
