@@ -37,12 +37,7 @@ class _Application(FastAPI):
         return super().openapi()
 
 
-def build_application(
-    registry: Registry,
-    worker: Worker,
-    settings: Settings,
-    lifespan: Lifespan[FastAPI] | None = None,
-) -> FastAPI:
+def build_application(registry: Registry, worker: Worker, settings: Settings) -> FastAPI:
     """Build the application from what the composition root has opened, and will close.
 
     `config.Settings` has checked that an open host has a key.
