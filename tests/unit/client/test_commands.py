@@ -218,11 +218,16 @@ def test_without_its_extra_the_command_says_what_to_install() -> None:
     )
 
 
-def test_output_that_nobody_reads_any_more_is_no_error(served: Served, kv: KVKeep) -> None:
+@pytest.mark.parametrize("command", ["ls --json", "ask CTX When?"], ids=["ls", "ask"])
+def test_output_that_nobody_reads_any_more_ends_the_command(
+    served: Served, kv: KVKeep, command: str
+) -> None:
     for number in range(50):
-        kv.contexts.create(f"document {number}", name="long " * 400)
+        context = kv.contexts.create(f"document {number}", name="long " * 400)
+    context.wait()
+    served.server.stream_ends_with = "forever"
     kvkeep = Path(sys.executable).parent / "kvkeep"
-    command = f"{kvkeep} ls --json --url {served.url} | head -c 1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-    assert done.stdout == "["
+    piped = f"{kvkeep} {command.replace('CTX', context.id)} --url {served.url} | head -c 1"
+    done = subprocess.run(piped, shell=True, capture_output=True, text=True, check=False)
+    assert len(done.stdout) == 1
     assert done.stderr == ""

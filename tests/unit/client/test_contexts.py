@@ -178,8 +178,9 @@ def test_the_limit_holds_while_the_server_only_gives_signs_of_life(
 
 
 def test_creating_with_progress_waits_and_writes_each_stage_once(
-    kv: KVKeep, capsys: pytest.CaptureFixture[str]
+    server: StandIn, kv: KVKeep, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    server.stages.insert(0, ("prefill", 0.25))
     context = kv.contexts.create("some words", name="Lease", progress=True)
     assert context.status == "ready"
     printed = capsys.readouterr()
