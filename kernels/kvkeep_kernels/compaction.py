@@ -7,6 +7,7 @@ every lower ratio is a prefix of every higher one, floors included.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def compact(cache: DenseKV, positions: Tensor, length: Tensor) -> RaggedKV:
 def _check_selection(scores: Tensor, protected: Tensor, ratios: Sequence[float]) -> None:
     if protected.shape != scores.shape[2:] or protected.dtype != torch.bool:
         raise ShapeError("protected", tuple(protected.shape), tuple(scores.shape[2:]))
-    ascending = all(low < high for low, high in zip(ratios, ratios[1:], strict=False))
+    ascending = all(low < high for low, high in pairwise(ratios))
     if not ratios or not ascending or not 0 < ratios[0] <= ratios[-1] <= 1:
         raise ShapeError("ratios", tuple(ratios), "ascending within (0, 1]")
     if not bool(torch.isfinite(scores[:, :, ~protected]).all()):
@@ -141,14 +142,12 @@ def _banded(
     ranked = torch.split(
         free[kept[by_head] % num_free], torch.bincount(head_of, minlength=total_heads).tolist()
     )
-    positions = tuple(
-        torch.cat(
-            [rows for head in range(num_heads) for rows in (fixed, ranked[layer * num_heads + head])]
-        )
-        for layer in range(num_layers)
-    )
+    positions = []
+    for layer in range(num_layers):
+        runs = ranked[layer * num_heads : (layer + 1) * num_heads]
+        positions.append(torch.cat([rows for run in runs for rows in (fixed, run)]))
     return Selection(
-        positions,
+        tuple(positions),
         counts.to(device="cpu", dtype=torch.int32),
         ratios,
         len(fixed),

@@ -58,10 +58,12 @@ class RaggedKV:
 
     @property
     def num_kv_heads(self) -> int:
+        """Heads that own a run."""
         return len(self.start)
 
     @property
     def head_dim(self) -> int:
+        """Width of a row."""
         return self.k.shape[1]
 
     @property
@@ -102,4 +104,5 @@ class DenseKV:
 
     @property
     def tokens(self) -> int:
+        """Rows of every head."""
         return self.k.shape[1]

@@ -84,7 +84,8 @@ def total_order(scores: Tensor, protected: Tensor) -> list[tuple[int, int, int]]
     ]
     entries.sort()
     seen: set[tuple[int, int]] = set()
-    floors, others = [], []
+    floors: list[tuple[int, int, int]] = []
+    others: list[tuple[int, int, int]] = []
     for _, layer, head, token in entries:
         target = others if (layer, head) in seen else floors
         seen.add((layer, head))

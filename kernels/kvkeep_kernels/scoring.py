@@ -18,7 +18,9 @@ TILE_ROWS = 512
 """Query rows of one head and group member per tile: bounds scratch to 512 x columns floats."""
 
 
-def row_lse(q: Tensor, k_prefix: Tensor, k_chunk: Tensor, k_repeat: Tensor, *, scale: float) -> Tensor:
+def row_lse(
+    q: Tensor, k_prefix: Tensor, k_chunk: Tensor, k_repeat: Tensor, *, scale: float
+) -> Tensor:
     """Pass 1: each repeat row's log-sum-exp over prefix, chunk and causal repeat columns.
 
     Shapes: q [num_q_heads, rows, head_dim], the newest rows of the repeat input; k_prefix,
@@ -81,6 +83,8 @@ def _logits(rows: Tensor, keys: Tensor) -> Tensor:
 
 def _check(q: Tensor, k_chunk: Tensor, k_repeat: Tensor) -> None:
     if q.shape[0] % k_chunk.shape[0] or q.shape[2] != k_chunk.shape[2]:
-        raise ShapeError("q", tuple(q.shape), f"heads and head_dim of k_chunk {tuple(k_chunk.shape)}")
+        raise ShapeError(
+            "q", tuple(q.shape), f"heads and head_dim of k_chunk {tuple(k_chunk.shape)}"
+        )
     if k_repeat.shape[1] < q.shape[1]:
         raise ShapeError("k_repeat tokens", k_repeat.shape[1], f"at least {q.shape[1]}")

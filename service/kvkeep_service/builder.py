@@ -22,6 +22,7 @@ from kvkeep_service.residency import CacheKey, Residency
 from kvkeep_service.rows import to_store
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
+from kvkeep_storage.binding import require_bound
 from kvkeep_storage.commit import commit
 from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
 from kvkeep_storage.errors import Corrupt, LeaseLost, NotFound, StorageError, Unreferenced
@@ -175,6 +176,8 @@ class Builder:
         except NotFound as error:
             if await self._stores.metadata.context(job.tenant, job.context_id) is None:
                 raise ContextDeleted from error
+            # A lost or wrongly mounted data directory is trouble, not proof.
+            await require_bound(self._stores.objects, self._stores.metadata)
             raise BuildFailed("document_corrupt", "the stored document is missing") from error
         except Corrupt as error:
             raise BuildFailed("document_corrupt", "the stored document is damaged") from error

@@ -9,6 +9,11 @@ from kvkeep_storage.load import quarantine
 _log = structlog.get_logger(__name__)
 
 
+def is_proven(error: Corrupt | NotFound) -> bool:
+    """Whether a failed load has shown that the cache itself is wrong or gone."""
+    return isinstance(error, NotFound) or error.generation is not None
+
+
 class Recovery:
     """Takes a wrong cache out of service, and its contexts back into the build queue.
 
@@ -29,7 +34,8 @@ class Recovery:
         is left to quarantine. Raises: MetadataUnavailable, and then nothing has changed.
         """
         stores = self._stores
-        if isinstance(error, Corrupt) and error.generation is not None:
+        if isinstance(error, Corrupt):
+            assert error.generation is not None, "only what is proven leads here"
             _log.warning("cache_quarantined", cache=cache_id, generation=error.generation)
             ids = await quarantine(
                 stores.objects, stores.metadata, tenant, cache_id, error.generation

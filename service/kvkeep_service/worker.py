@@ -23,7 +23,7 @@ from kvkeep_service.ports import (
     TokenEvent,
     WorkerStats,
 )
-from kvkeep_service.recovery import Recovery
+from kvkeep_service.recovery import Recovery, is_proven
 from kvkeep_service.residency import CacheKey, Pinned, Residency
 from kvkeep_service.rows import to_engine
 from kvkeep_service.running import RunningQuery
@@ -114,6 +114,8 @@ class LocalWorker:
                         yield event
                 yield running.answer(request, pinned)
         except (Corrupt, NotFound) as error:
+            if not is_proven(error):
+                raise
             await self._recovery.recover(
                 request.tenant, request.cache_id, request.context_id, error
             )

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -139,7 +139,8 @@ class RedisLink:
         """
         block_ms = max(1, round(block_seconds * 1000))
         async with self._call("XREADGROUP", block_seconds):
-            streams = await self._redis.xreadgroup(
+            # The reply's type in redis-py depends on the protocol version.
+            streams: Any = await self._redis.xreadgroup(
                 group, consumer, {stream: ">"}, count=1, block=block_ms
             )
         for _, entries in streams or []:

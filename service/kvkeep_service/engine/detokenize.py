@@ -36,8 +36,9 @@ class TextStream:
             return ""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         certain = self._release(whole[self._decoded_length :])
+        # Nothing is held any more when this last piece completed a stop string.
         rest, self._held = self._held, ""
-        return certain if self.is_stopped else certain + rest
+        return certain + rest
 
     def _release(self, piece: str) -> str:
         text = self._held + piece

@@ -90,9 +90,7 @@ def test_members_decoded_together_get_what_each_gets_alone() -> None:
     q = torch.randn(5, 6, 64)
     tails = [dense(3, tokens, 64) for tokens in (1, 2, 3, 64, 1)]
     together = ragged_decode(q, context, tails, scale=0.1)
-    alone = [
-        ragged_decode(q[i : i + 1], context, tails[i : i + 1], scale=0.1) for i in range(5)
-    ]
+    alone = [ragged_decode(q[i : i + 1], context, tails[i : i + 1], scale=0.1) for i in range(5)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 

@@ -40,7 +40,9 @@ def test_every_ratio_keeps_the_first_rows_of_the_total_order(
     protected = torch.rand(tokens) < protected_share
     selection = select(scores, protected, RATIOS)
     order = total_order(scores, protected)
-    fixed = {(i, h, int(t)) for i in range(layers) for h in range(heads) for t in protected.nonzero()}
+    fixed = {
+        (i, h, int(t)) for i in range(layers) for h in range(heads) for t in protected.nonzero()
+    }
     if not order:
         assert kept(selection, len(selection.ratios) - 1) == fixed
         return
