@@ -31,7 +31,7 @@ class ExpiresAfter:
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """How far a build is; ``fraction`` is of the stage, from 0 to 1."""
+    """How far a build is; ``fraction`` is of the whole build, from 0 to 1."""
 
     stage: str
     fraction: float
@@ -39,7 +39,11 @@ class BuildProgress:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Lengths in tokens; ``total`` is ``protected`` plus ``document``."""
+    """Lengths in tokens.
+
+    ``total`` is the document with the text in front of it; ``protected`` tokens are never evicted,
+    the text in front included.
+    """
 
     document: int
     protected: int
