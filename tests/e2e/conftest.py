@@ -1,0 +1,22 @@
+"""One server for all tests that neither stop it nor damage what it stores."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..support.server import Server
+from ..support.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    data = tmp_path_factory.mktemp("shared") / "data"
+    # One thread: a model this small only loses by sharing its work out.
+    with Server(data, model=tiny_model, threads=1) as running:
+        yield running
