@@ -1,0 +1,1 @@
+"""Triton kernels and their thin launchers; imported only where they run, never at start."""
