@@ -6,13 +6,14 @@ Belongs to the event loop: nothing here is called from the engine's thread.
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.ports import CacheSource
+from kvkeep_storage.errors import NotFound
 
 
 class CacheKey(NamedTuple):
@@ -26,6 +27,16 @@ class CacheKey(NamedTuple):
 class _Entry:
     context: ResidentContext
     pins: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """One load and its waiters; the first of them to go on makes the entry for all."""
+
+    task: asyncio.Task[ResidentContext]
+    waiters: int = 0
+    entry: _Entry | None = None
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +55,28 @@ class Residency:
     """
 
     def __init__(
-        self, load: Callable[[CacheKey], Awaitable[ResidentContext]], *, budget_bytes: int
+        self,
+        load: Callable[[CacheKey], Coroutine[Any, Any, ResidentContext]],
+        *,
+        budget_bytes: int,
     ) -> None:
         """``load`` brings a cache from the store, verified, or raises."""
         self._load = load
         self._budget_bytes = budget_bytes
         self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
-        self._loading: dict[CacheKey, asyncio.Task[ResidentContext]] = {}
+        self._loads: dict[CacheKey, _Load] = {}
         self._detached: set[_Entry] = set()
 
     @asynccontextmanager
     async def pinned(self, key: CacheKey, ratio: float) -> AsyncIterator[Pinned]:
         """Hold a cache that reaches ``ratio`` for the length of a ``with`` block.
 
-        Raises: what ``load`` raises; every waiter of one load gets the same error.
+        Raises: what ``load`` raises; every waiter of one load gets the same error. NotFound when
+            even the loaded cache does not reach ``ratio``.
         """
         started = time.perf_counter()
-        entry, source = self._entries.get(key), "resident"
+        source: CacheSource = "resident"
+        entry = self._entries.get(key)
         if entry is None or entry.context.ratios[-1] < ratio:
             entry, source = await self._fetch(key), "store"
         entry.pins += 1
@@ -69,11 +85,9 @@ class Residency:
         else:
             self._detached.add(entry)
         try:
-            yield Pinned(
-                entry.context,
-                "resident" if source == "resident" else "store",
-                time.perf_counter() - started,
-            )
+            if entry.context.ratios[-1] < ratio:
+                raise NotFound("cache", f"{key.cache_id} at ratio {ratio}")
+            yield Pinned(entry.context, source, time.perf_counter() - started)
         finally:
             entry.pins -= 1
             if not entry.pins:
@@ -86,8 +100,10 @@ class Residency:
         self._evict()
 
     def drop(self, key: CacheKey) -> None:
-        """Forget a cache now; queries that hold it keep their reference until they end."""
-        self._loading.pop(key, None)
+        """Forget a cache now; queries that hold it, or wait for it, have it until they end."""
+        load = self._loads.pop(key, None)
+        if load is not None:
+            load.is_dropped = True
         self._remove(key)
 
     @property
@@ -107,22 +123,31 @@ class Residency:
         return len(self._detached) + sum(1 for e in self._entries.values() if e.pins)
 
     async def _fetch(self, key: CacheKey) -> _Entry:
-        task = self._loading.get(key)
-        if task is None:
-            task = asyncio.ensure_future(self._load(key))
-            self._loading[key] = task
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = _Load(asyncio.create_task(self._load(key)))
+        load.waiters += 1
         try:
             # Shielded: one waiter that goes away must not take the load from the others.
-            context = await asyncio.shield(task)
+            context = await asyncio.shield(load.task)
         finally:
-            is_current = self._loading.get(key) is task
-            if is_current and task.done():
-                del self._loading[key]
+            load.waiters -= 1
+            if not load.waiters:
+                # Nobody is left to take the result, nor to be told of an error.
+                load.task.cancel()
+            if self._loads.get(key) is load and (load.task.done() or not load.waiters):
+                del self._loads[key]
+        if load.entry is None:
+            # Dropped meanwhile: whoever waited may use it, but nobody after them.
+            load.entry = _Entry(context) if load.is_dropped else self._place(key, context)
+        return load.entry
+
+    def _place(self, key: CacheKey, context: ResidentContext) -> _Entry:
+        """Keep a loaded cache, unless a build has brought as much of it in the meantime."""
         present = self._entries.get(key)
-        if present is not None and present.context is context:
+        if present is not None and present.context.ratios[-1] >= context.ratios[-1]:
             return present
-        # Dropped meanwhile: whoever waited may use it, but nobody after them.
-        return self._replace(key, context) if is_current else _Entry(context)
+        return self._replace(key, context)
 
     def _replace(self, key: CacheKey, context: ResidentContext) -> _Entry:
         self._remove(key)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 from kvkeep_service.engine.decode import Sequence
 from kvkeep_service.engine.scheduler import QueryTask, Scheduler
@@ -25,11 +26,12 @@ class RunningQuery:
 
     def on_text(self, text: str) -> None:
         """As ``QueryListener``, on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._news.put_nowait, text)
+        self._post(text)
 
     def on_finished(self, error: BaseException | None) -> None:
         """As ``QueryListener``, on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._news.put_nowait, error)
+        self._ended_at = time.perf_counter()
+        self._post(error)
 
     async def events(self, scheduler: Scheduler) -> AsyncGenerator[TokenEvent]:
         """Run to the end. Closing the iterator stops the generation within one token.
@@ -50,7 +52,6 @@ class RunningQuery:
                 yield TokenEvent(news, len(self._pieces) - 1)
         finally:
             task.cancelled.set()
-        self._ended_at = time.perf_counter()
 
     def answer(self, request: QueryRequest, pinned: Pinned) -> AnswerEvent:
         """The whole answer, once ``events`` has ended by itself."""
@@ -69,6 +70,11 @@ class RunningQuery:
             prompt_token_ids=sequence.question_ids if wants_ids else None,
             token_ids=tuple(sequence.generated) if wants_ids else None,
         )
+
+    def _post(self, news: str | BaseException | None) -> None:
+        # A loop that was closed has nobody left to tell, and the engine's thread must live.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
 
     def _timings(self, pinned: Pinned) -> QueryTimings:
         sequence = self._sequence

@@ -72,7 +72,10 @@ class Sequence:
         """Pick the next token from [vocabulary] logits; return the text that became certain.
 
         A stop token ends the answer and is counted among the generated tokens, but has no text.
+        Raises: FloatingPointError for logits that are not finite: no token follows from them.
         """
+        if not bool(torch.isfinite(logits).all()):
+            raise FloatingPointError("the model gave logits that are not finite")
         token = self._sampler.pick(logits)
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
@@ -108,9 +111,10 @@ def prefill_question(model: LanguageModel, sequence: Sequence) -> str | None:
     return sequence.accept(model.logits(hidden[0, -1:])[0])
 
 
-def decode_step(model: LanguageModel, sequences: Several[Sequence]) -> list[str]:
-    """One token for every running sequence, in one forward. Returns each one's new text.
+def decode_step(model: LanguageModel, sequences: Several[Sequence]) -> list[str | Exception]:
+    """One token for every running sequence, in one forward.
 
+    Returns each one's new text, or what picking its token raised, which spares the others.
     Modifies every sequence and its tail, or, when the forward fails, none.
     """
     token_ids = torch.tensor([[sequence.generated[-1]] for sequence in sequences])
@@ -121,7 +125,15 @@ def decode_step(model: LanguageModel, sequences: Several[Sequence]) -> list[str]
     logits = model.logits(hidden[:, -1])
     for sequence in sequences:
         sequence.tail.extend(1)
-    return [sequence.accept(row) for sequence, row in zip(sequences, logits, strict=True)]
+    return [_accepted(sequence, row) for sequence, row in zip(sequences, logits, strict=True)]
+
+
+def _accepted(sequence: Sequence, logits: Tensor) -> str | Exception:
+    try:
+        return sequence.accept(logits)
+    # Whatever it was, it is one sequence's and not the batch's.
+    except Exception as error:  # noqa: BLE001
+        return error
 
 
 class _QuestionPass:

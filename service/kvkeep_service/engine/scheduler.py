@@ -23,7 +23,7 @@ MAX_RUNNING = 32
 
 
 class QueryListener(Protocol):
-    """Who is told of a query's tokens, on the engine's thread: must return at once."""
+    """Who is told of a query's tokens, on the engine's thread: returns at once, never raises."""
 
     def on_text(self, text: str) -> None:
         """New text, never empty."""
@@ -102,7 +102,9 @@ class Scheduler:
         """Queue a query. Raises: Overloaded, WorkerUnavailable."""
         with self._wake:
             self._check_open()
-            if len(self._waiting) >= self._max_waiting:
+            # Those who gave up count no more, though the engine has not dropped them yet.
+            waiting = sum(not waiter.cancelled.is_set() for waiter in self._waiting)
+            if waiting >= self._max_waiting:
                 raise Overloaded(self._max_waiting)
             self._waiting.append(task)
             self._wake.notify()
@@ -175,14 +177,17 @@ class Scheduler:
         if not tasks:
             return
         try:
-            pieces = decode_step(self._model, [task.sequence for task in tasks])
-        # As above; a batch that fails is every member's failure.
+            outcomes = decode_step(self._model, [task.sequence for task in tasks])
+        # As above; a forward that fails is every member's failure.
         except Exception as error:  # noqa: BLE001
             for task in tasks:
                 self._finish(task, error)
             return
-        for task, text in zip(tasks, pieces, strict=True):
-            self._deliver(task, text)
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                self._finish(task, outcome)
+            else:
+                self._deliver(task, outcome)
 
     def _build(self) -> None:
         """One work item of the oldest build."""
