@@ -6,8 +6,8 @@ and a commit under a lease that was lost is refused by the store.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 
 import structlog
@@ -16,6 +16,7 @@ from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import BuildTask, Scheduler
 from kvkeep_service.errors import ServiceError, WorkerUnavailable
+from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
 from kvkeep_service.residency import CacheKey, Residency
@@ -25,7 +26,16 @@ from kvkeep_service.telemetry import where
 from kvkeep_storage.binding import require_bound
 from kvkeep_storage.commit import commit
 from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
-from kvkeep_storage.errors import Corrupt, LeaseLost, NotFound, StorageError, Unreferenced
+from kvkeep_storage.errors import (
+    Corrupt,
+    LeaseLost,
+    MetadataUnavailable,
+    NotFound,
+    StorageError,
+    StoreMismatch,
+    Unavailable,
+    Unreferenced,
+)
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.manifest import ManifestFacts
@@ -35,7 +45,7 @@ _log = structlog.get_logger(__name__)
 
 _BLOCK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
-_PROGRESS_SECONDS = 0.25
+_GIVEN_UP = f"given up after {MAX_ATTEMPTS} attempts"
 _VERSIONS = ("kvkeep", "torch", "transformers", "safetensors")
 
 
@@ -48,8 +58,8 @@ class BuildFailed(Exception):
         self.detail = detail
 
 
-class ContextDeleted(Exception):
-    """The context of a running build is gone."""
+class Postponed(Exception):
+    """The build cannot be tried now. That is nobody's fault, and no attempt."""
 
 
 class Builder:
@@ -86,93 +96,120 @@ class Builder:
             await asyncio.wait([self._loop_task])
 
     async def _claim_for_ever(self) -> None:
-        jobs = self._stores.jobs
         while True:
             try:
-                job = await jobs.claim(self._owner, _BLOCK_SECONDS)
+                job = await self._stores.jobs.claim(self._owner, _BLOCK_SECONDS)
                 if job is not None:
                     await self._work(job)
             except StorageError as error:
                 _log.warning("build_queue_trouble", code=error.code)
                 await asyncio.sleep(_RETRY_SECONDS)
+            # Nobody would notice that builds are no longer taken.
+            except Exception as error:  # noqa: BLE001
+                _log.error("build_queue_error", where=where(error))
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _work(self, job: Job) -> None:
         """Settle one job: done, given back, or its context failed."""
+        jobs = self._stores.jobs
         self.num_running += 1
         try:
-            done = await self._attempt(job)
+            await self._attempt(job)
         except BuildFailed as error:
             await self._fail(job, error.code, error.detail)
-            done = True
         except (ContextDeleted, Unreferenced):
-            done = True
+            _log.info("build_unwanted", context=job.context_id)
         except asyncio.CancelledError:
             # Stopping: nobody's fault, so the attempt is not counted.
             with suppress(StorageError):
-                await asyncio.shield(self._stores.jobs.retry_later(job, counted=False))
+                await asyncio.shield(jobs.retry_later(job, counted=False))
             raise
-        except WorkerUnavailable:
-            done = None
+        except (Postponed, WorkerUnavailable):
+            await jobs.retry_later(job, counted=False)
+            return
+        except (MetadataUnavailable, StoreMismatch) as error:
+            _log.warning("build_postponed", context=job.context_id, code=error.code)
+            await jobs.retry_later(job, counted=False)
+            return
         except StorageError as error:
             _log.warning("build_interrupted", context=job.context_id, code=error.code)
-            done = False
+            await self._retry(job, error)
+            return
         # Whatever a build raises ends this attempt, not the loop.
         except Exception as error:  # noqa: BLE001
             _log.error("build_error", context=job.context_id, where=where(error))
-            done = False
+            await self._retry(job, error)
+            return
         finally:
             self.num_running -= 1
-        if done:
-            await self._stores.jobs.ack(job)
-        else:
-            await self._stores.jobs.retry_later(job, counted=done is False)
+        await jobs.ack(job)
 
-    async def _attempt(self, job: Job) -> bool | None:
-        """True: settled. None: cannot be tried now. Raises whatever ends the attempt."""
-        metadata = self._stores.metadata
+    async def _retry(self, job: Job, error: Exception) -> None:
+        """Give a job back after an attempt, or, after the last one, fail its context."""
+        jobs, metadata = self._stores.jobs, self._stores.metadata
+        # Who lost a lease does not know what its next holder has achieved.
+        if job.attempts < MAX_ATTEMPTS or isinstance(error, LeaseLost):
+            await jobs.retry_later(job)
+            return
+        await jobs.heartbeat(job, self._owner)
+        if await metadata.attach(job.tenant, job.context_id, time.time()) is None:
+            # Not the message: a library's may quote the document.
+            reason = error.code if isinstance(error, StorageError) else type(error).__name__
+            await self._fail(job, "build_failed", f"{_GIVEN_UP}, the last ended with {reason}")
+        await jobs.ack(job)
+
+    async def _attempt(self, job: Job) -> None:
+        """Bring the context of a job to its end. Raises whatever ends the attempt without one."""
+        metadata, leases = self._stores.metadata, self._stores.leases
         record = await metadata.context(job.tenant, job.context_id)
         if record is None or record.status not in UNFINISHED:
-            return True
+            return
         if record.model != self._planner.identity.model:
-            return None
+            raise Postponed
         if await metadata.attach(job.tenant, job.context_id, time.time()) is not None:
             await self._mirror(job)
-            return True
-        if job.attempts > MAX_ATTEMPTS:
-            raise BuildFailed("build_failed", f"given up after {MAX_ATTEMPTS} attempts")
-        lease = await self._stores.leases.acquire_build(job.tenant, record.cache_id, self._owner)
+            return
+        lease = await leases.acquire_build(job.tenant, record.cache_id, self._owner)
         if lease is None:
-            return None
+            raise Postponed
         try:
+            if job.attempts > MAX_ATTEMPTS:
+                raise BuildFailed("build_failed", _GIVEN_UP)
             await self._build_and_commit(job, record, lease)
         finally:
             with suppress(StorageError):
-                await asyncio.shield(self._stores.leases.release(lease))
-        return True
+                await asyncio.shield(leases.release(lease))
 
     async def _build_and_commit(self, job: Job, record: ContextRecord, lease: BuildLease) -> None:
-        metadata = self._stores.metadata
-        plan, body = await self._plan(job, record)
-        await metadata.set_building(
-            job.tenant, job.context_id, rebuilding=record.status == "rebuilding"
-        )
-        committed = await metadata.cache(job.tenant, record.cache_id)
-        ratio = 1.0 if plan.policy is None else body.ratio
-        ratios = band_ratios(ratio, committed.ratios if committed else ())
-        async with self._kept_alive(job, lease) as report:
+        stores = self._stores
+        metadata = stores.metadata
+        key = CacheKey(job.tenant, record.cache_id)
+        async with Heartbeat(stores, job, lease).beating() as report:
+            plan, body = await self._plan(job, record)
+            is_rebuild = record.status == "rebuilding"
+            await metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
+            committed = await metadata.cache(*key)
+            ratio = 1.0 if plan.policy is None else body.ratio
+            ratios = band_ratios(ratio, committed.ratios if committed else ())
             started = time.time()
             built = await self._run(plan, ratios, report)
             facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))
-            stores = self._stores
             await commit(stores.objects, metadata, stores.leases, lease, rows, facts)
-        self._residency.adopt(CacheKey(job.tenant, record.cache_id), built.context)
+        self._residency.adopt(key, built.context)
+        if await metadata.cache(*key) is None:
+            # Deleted since the commit, by somebody who found nothing to drop yet.
+            self._residency.drop(key)
 
     async def _plan(self, job: Job, record: ContextRecord) -> tuple[BuildPlan, DocumentBody]:
         """Read the document again; the fingerprint must be the one that was promised."""
         try:
             body = await get_document(self._stores.objects, DocumentKey(job.tenant, job.context_id))
+        except Unavailable as error:
+            # Nothing was tried yet: an outage must not use up the attempts of all that wait.
+            _log.warning("build_postponed", context=job.context_id, code=error.code)
+            raise Postponed from error
         except NotFound as error:
             if await self._stores.metadata.context(job.tenant, job.context_id) is None:
                 raise ContextDeleted from error
@@ -224,75 +261,18 @@ class Builder:
         finally:
             task.cancelled.set()
 
-    @asynccontextmanager
-    async def _kept_alive(
-        self, job: Job, lease: BuildLease
-    ) -> AsyncIterator[Callable[[Progress], None]]:
-        """Keep lease and job while the block runs; losing either, or the context, cancels it."""
-        latest: list[Progress] = []
-
-        def report(progress: Progress) -> None:
-            latest[:] = [progress]
-
-        body = asyncio.current_task()
-        assert body is not None
-        reason: list[Exception] = []
-
-        async def beat() -> None:
-            try:
-                await self._beat(job, lease, latest)
-            except (LeaseLost, ContextDeleted) as error:
-                reason.append(error)
-                body.cancel()
-
-        beating = asyncio.create_task(beat())
-        try:
-            yield report
-        except asyncio.CancelledError:
-            if not reason:
-                raise
-            body.uncancel()
-            raise reason[0] from None
-        finally:
-            beating.cancel()
-            await asyncio.wait([beating])
-
-    async def _beat(self, job: Job, lease: BuildLease, latest: list[Progress]) -> None:
-        stores, beat_at = self._stores, 0.0
-        while True:
-            try:
-                if time.monotonic() >= beat_at:
-                    await stores.leases.renew(lease)
-                    await stores.jobs.heartbeat(job, self._owner)
-                    beat_at = time.monotonic() + stores.jobs.heartbeat_seconds
-                await self._show(job, latest)
-            except LeaseLost:
-                raise
-            except StorageError as error:
-                # Redis may come back before the lease runs out; if not, the commit is refused.
-                _log.warning("heartbeat_missed", context=job.context_id, code=error.code)
-            await asyncio.sleep(_PROGRESS_SECONDS)
-
-    async def _show(self, job: Job, latest: list[Progress]) -> None:
-        """Write the latest progress. Raises: ContextDeleted when there is nothing to write to."""
-        if not latest:
-            return
-        progress = latest.pop()
-        metadata = self._stores.metadata
-        shown = await metadata.progress(
-            job.tenant, job.context_id, progress.stage, progress.fraction
-        )
-        if not shown and await metadata.context(job.tenant, job.context_id) is None:
-            raise ContextDeleted
-
     async def _fail(self, job: Job, code: str, detail: str) -> None:
         _log.warning("build_failed", context=job.context_id, code=code)
         await self._stores.metadata.fail_context(job.tenant, job.context_id, code, detail)
         await self._mirror(job)
 
     async def _mirror(self, job: Job) -> None:
+        """The record says how the build ended; a mirror behind it must not bring the job back."""
         key = DocumentKey(job.tenant, job.context_id)
-        await mirror_context(self._stores.objects, self._stores.metadata, key)
+        try:
+            await mirror_context(self._stores.objects, self._stores.metadata, key)
+        except StorageError as error:
+            _log.warning("mirror_behind", context=job.context_id, code=error.code)
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:

@@ -162,7 +162,8 @@ class Worker(Protocol):
         Closing the iterator (``aclose``) stops the generation within one token.
         Raises: QuestionTooLong, Overloaded, TemplateChangesPrefix, and storage errors
         when the cache cannot be loaded. After a corrupt load the context has already
-        been set to ``rebuilding``, and ContextNotReady is raised.
+        been set to ``rebuilding``, and ContextNotReady is raised; or, where corrupt caches are
+        not rebuilt, to ``failed``, and ContextFailed is.
         """
         ...
 

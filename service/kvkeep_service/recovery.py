@@ -1,9 +1,15 @@
 """What happens when a stored cache is proven wrong or found missing: rebuild it, or fail it."""
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 import structlog
 
+from kvkeep_service.errors import ContextFailed, ContextNotFound, ContextNotReady, ServiceError
 from kvkeep_service.stores import Stores
-from kvkeep_storage.errors import Corrupt, NotFound
+from kvkeep_storage.documents import mirror_context
+from kvkeep_storage.errors import Conflict, Corrupt, NotFound
+from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.load import quarantine
 
 _log = structlog.get_logger(__name__)
@@ -27,11 +33,12 @@ class Recovery:
 
     async def recover(
         self, tenant: str, cache_id: str, context_id: str, error: Corrupt | NotFound
-    ) -> None:
+    ) -> ServiceError:
         """Quarantine the generation that ``error`` names; its contexts are built again.
 
         ``context_id`` is the context that was asked; it is rebuilt even when no cache record
-        is left to quarantine. Raises: MetadataUnavailable, and then nothing has changed.
+        is left to quarantine. Returns what its asker is to be told.
+        Raises: StorageError; contexts that wait for a build by then are enqueued by reconciling.
         """
         stores = self._stores
         if isinstance(error, Corrupt):
@@ -42,13 +49,32 @@ class Recovery:
             )
         else:
             ids = await self._without_cache(tenant, context_id)
-        for waiting_id in ids:
-            if self._rebuilds:
+        if self._rebuilds:
+            for waiting_id in ids:
                 await stores.jobs.enqueue(tenant, waiting_id)
-            else:
-                await stores.metadata.fail_context(
-                    tenant, waiting_id, "cache_corrupt", "the stored cache is damaged"
-                )
+        else:
+            await self._fail(tenant, ids)
+        return await self._told(tenant, context_id)
+
+    async def _fail(self, tenant: str, ids: Sequence[str]) -> None:
+        stores = self._stores
+        for context_id in ids:
+            await stores.metadata.fail_context(
+                tenant, context_id, "cache_corrupt", "the stored cache is damaged"
+            )
+        # All records first: a mirror that cannot be written must not leave one to be rebuilt.
+        for context_id in ids:
+            await mirror_context(stores.objects, stores.metadata, DocumentKey(tenant, context_id))
+
+    async def _told(self, tenant: str, context_id: str) -> ServiceError:
+        record = await self._stores.metadata.context(tenant, context_id)
+        if record is None:
+            return ContextNotFound(context_id)
+        if record.status == "failed":
+            return ContextFailed(
+                context_id, record.error_code or "internal", record.error_detail or ""
+            )
+        return ContextNotReady(context_id, "rebuilding")
 
     async def _without_cache(self, tenant: str, context_id: str) -> list[str]:
         """A ready context whose cache no record knows: records were lost, bytes may be."""
@@ -56,5 +82,8 @@ class Recovery:
         if record is None or record.status != "ready":
             return []
         _log.warning("cache_record_missing", context=context_id)
-        await self._stores.metadata.set_building(tenant, context_id, rebuilding=True)
-        return [context_id]
+        # Deleted, or taken care of by another query, in this very moment.
+        with suppress(NotFound, Conflict):
+            await self._stores.metadata.set_building(tenant, context_id, rebuilding=True)
+            return [context_id]
+        return []

@@ -6,6 +6,7 @@ import structlog
 
 from kvkeep_service.ports import Worker
 from kvkeep_service.stores import Stores
+from kvkeep_service.telemetry import where
 from kvkeep_storage.errors import StorageError
 from kvkeep_storage.sweeper import Sweeper
 
@@ -48,6 +49,9 @@ class Upkeep:
                     await self._worker.drop(tenant, cache_id)
             except StorageError as error:
                 _log.warning("sweep_skipped", code=error.code)
+            # A loop that ended would be missed by nobody.
+            except Exception as error:  # noqa: BLE001
+                _log.error("sweep_error", where=where(error))
             await asyncio.sleep(self._interval_seconds)
 
     async def _reconcile_for_ever(self) -> None:
@@ -56,4 +60,7 @@ class Upkeep:
                 await self._stores.jobs.reconcile(self._stores.metadata)
             except StorageError as error:
                 _log.warning("reconcile_skipped", code=error.code)
+            # As above.
+            except Exception as error:  # noqa: BLE001
+                _log.error("reconcile_error", where=where(error))
             await asyncio.sleep(_RECONCILE_SECONDS)

@@ -5,13 +5,15 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import structlog
+
 from kvkeep_service.builder import Builder
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import ContextModelMismatch, ContextNotReady, QuestionTooLong
+from kvkeep_service.errors import ContextModelMismatch, QuestionTooLong
 from kvkeep_service.plan import Planner
 from kvkeep_service.ports import (
     AnswerEvent,
@@ -30,6 +32,8 @@ from kvkeep_service.running import RunningQuery
 from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
 from kvkeep_storage.load import load
+
+_log = structlog.get_logger(__name__)
 
 _STOP_SECONDS = 20.0
 
@@ -77,7 +81,8 @@ class LocalWorker:
     async def stop(self) -> None:
         """End builds (they return to the queue) and queries, then the engine's thread."""
         await self._builder.stop()
-        await asyncio.to_thread(self._scheduler.stop, _STOP_SECONDS)
+        if not await asyncio.to_thread(self._scheduler.stop, _STOP_SECONDS):
+            _log.warning("engine_left_busy", after_seconds=_STOP_SECONDS)
 
     async def prepare(
         self, tenant: str, document: DocumentSpec, compression: CompressionSpec
@@ -116,12 +121,19 @@ class LocalWorker:
         except (Corrupt, NotFound) as error:
             if not is_proven(error):
                 raise
-            await self._recovery.recover(
+            told = await self._recovery.recover(
                 request.tenant, request.cache_id, request.context_id, error
             )
-            raise ContextNotReady(request.context_id, "rebuilding") from error
+            raise told from error
         except Incompatible as error:
-            raise ContextModelMismatch(request.context_id, error.found, error.expected) from error
+            # A newer schema is no other model.
+            if not hasattr(self._planner.identity, error.field):
+                raise
+            found, here = (
+                f"{self.model.name} with {error.field} {value}"
+                for value in (error.found, error.expected)
+            )
+            raise ContextModelMismatch(request.context_id, found, here) from error
 
     async def drop(self, tenant: str, cache_id: str) -> None:
         """As ``ports.Worker.drop``."""
