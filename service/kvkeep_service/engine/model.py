@@ -112,7 +112,7 @@ def load_model(
     directory, digest = _resolve(reference, model_cache)
     config = _load_config(reference, directory)
     shape = check_supported(reference, config)
-    where = _resolve_device(device)
+    where = _resolve_device(reference, device)
     kind = _resolve_dtype(dtype, where, config)
     register_attention()
     model = _from_hub(
@@ -221,10 +221,13 @@ def _weights_digest(reference: str, config: Any, directory: str) -> str:
     return f"sha256:{sha.hexdigest()}"
 
 
-def _resolve_device(device: str) -> torch.device:
+def _resolve_device(reference: str, device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    where = torch.device(device)
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ModelUnavailable(reference, f"this machine has no device {device!r}")
+    return where
 
 
 def _resolve_dtype(dtype: str, device: torch.device, config: Any) -> torch.dtype:
