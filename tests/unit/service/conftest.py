@@ -1,7 +1,9 @@
 """Real stores and a registry over them, new for each test."""
 
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +18,9 @@ from kvkeep_storage.objects import Objects
 
 from ...support.scripted_worker import ScriptedWorker
 
+if TYPE_CHECKING:
+    from kvkeep_service.engine.model import LoadedModel
+
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
@@ -23,6 +28,22 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore
     store.start()
     yield store
     store.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    # Where cores are shared, threads that wait for each other make a tiny model many times slower.
+    # Tests of the HTTP side do without torch.
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> "LoadedModel":
+    """A tiny random model with a real tokenizer; only tests that ask for it import torch."""
+    from .tiny import load_tiny
+
+    return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -3,16 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    # Where cores are shared, threads that wait for each other make a tiny model many times slower.
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,13 @@ from kvkeep_service.engine.decode import (
 )
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import QueryTask, Scheduler
+from kvkeep_service.policies.kvzip import RepeatPrompts
 
 from .models import VOCABULARY
 
 # Nothing here takes long; whoever waits longer waits for something that will not come.
 PATIENCE_SECONDS = 60
+PROMPTS = RepeatPrompts(first=(1, 2, 3), later=(4, 5), turn_end=(6,))
 WORDS = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(
         WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")

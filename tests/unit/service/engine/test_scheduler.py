@@ -18,10 +18,11 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import BuildTask, QueryTask, Scheduler, SchedulerStats
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
-from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
+from kvkeep_service.policies.kvzip import KVzip
 
 from .gated import (
     PATIENCE_SECONDS,
+    PROMPTS,
     WORDS,
     GatedModel,
     Listener,
@@ -31,7 +32,6 @@ from .gated import (
 )
 from .models import VOCABULARY, engine_model, random_document, run_build, stock_model
 
-PROMPTS = RepeatPrompts(first=(1, 2, 3), later=(4, 5), turn_end=(6,))
 RATIOS = (0.1, 0.3, 0.6)
 IDLE = SchedulerStats(running=0, waiting=0, builds=0, is_alive=True)
 # Two logits as close as this may change places when a matrix has other rows beside them.

@@ -1,0 +1,162 @@
+"""Registering and building plan alike, and whatever changes an answer changes the identity."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.errors import DocumentTooLong, InvalidRequest
+from kvkeep_service.plan import BANDS, Planner, band_ratios
+from kvkeep_service.policies.kvzip import CHUNK_TOKENS, MIN_DOCUMENT_TOKENS
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+
+from ...support.documents import contract
+from .tiny import LONG, RESERVE_TOKENS, SHORT, with_positions
+
+PLAIN = CompressionSpec()
+
+
+@pytest.fixture(scope="module")
+def planner(tiny: LoadedModel) -> Planner:
+    return Planner(tiny)
+
+
+def test_a_build_plans_what_registering_promised(planner: Planner) -> None:
+    document = DocumentSpec(
+        SHORT.text, "You are a lawyer.", "Read this lease:", (Span(0, 5), Span(40, 44))
+    )
+    promised = planner.plan("acme", document, PLAIN)
+    again = planner.plan("acme", document, PLAIN, promised.prefix_text)
+    assert again.fingerprint == promised.fingerprint
+    assert again.document.ids == promised.document.ids
+    assert again.document.prefix_ids == promised.document.prefix_ids
+    assert torch.equal(again.document.protected, promised.document.protected)
+
+
+def test_the_stored_prefix_is_used_whatever_the_template_would_write_now(
+    planner: Planner,
+) -> None:
+    plan = planner.plan("acme", SHORT, PLAIN, "Another prefix. ")
+    assert plan.prefix_text == "Another prefix. "
+    assert plan.fingerprint.digest != planner.plan("acme", SHORT, PLAIN).fingerprint.digest
+
+
+def test_the_ratio_is_no_part_of_the_identity(planner: Planner) -> None:
+    digests = {
+        planner.plan("acme", SHORT, CompressionSpec(ratio=ratio)).fingerprint.digest
+        for ratio in (0.1, 0.3, 1.0)
+    }
+    assert len(digests) == 1
+
+
+def test_everything_that_changes_an_answer_changes_the_identity(
+    planner: Planner, tiny: LoadedModel
+) -> None:
+    def digest(
+        tenant: str = "acme",
+        document: DocumentSpec = SHORT,
+        compression: CompressionSpec = PLAIN,
+        by: Planner = planner,
+    ) -> str:
+        return by.plan(tenant, document, compression).fingerprint.digest
+
+    other_weights = replace(tiny, info=replace(tiny.info, weights_digest="sha256:other"))
+    other_dtype = replace(tiny, info=replace(tiny.info, dtype="bfloat16"))
+    other_rope = replace(tiny, rope='{"rope_theta": 1}')
+    digests = [
+        digest(),
+        digest(tenant="other"),
+        digest(document=replace(SHORT, text=SHORT.text + ".")),
+        digest(document=replace(SHORT, system="Be brief.")),
+        digest(document=replace(SHORT, instructions="Be brief.")),
+        digest(document=replace(SHORT, protect=(Span(0, 1),))),
+        digest(compression=CompressionSpec(policy="none")),
+        digest(compression=CompressionSpec(scoring="exact")),
+        digest(by=Planner(other_weights)),
+        digest(by=Planner(other_dtype)),
+        digest(by=Planner(other_rope)),
+        # Fewer positions leave room for smaller chunks only.
+        digest(by=Planner(with_positions(tiny, 600))),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize(
+    "span", [Span(0, 1), Span(7, 8), Span(0, 40), Span(100, 333), Span(100, len(SHORT.text))]
+)
+def test_every_token_that_touches_a_protected_span_is_protected(
+    planner: Planner, tiny: LoadedModel, span: Span
+) -> None:
+    plan = planner.plan("acme", replace(SHORT, protect=(span,)), PLAIN)
+    offsets = tiny.template.document_piece(SHORT.text).offsets
+    for (begin, end), is_protected in zip(offsets, plan.document.protected, strict=True):
+        touched = set(range(begin, end)) & set(range(span.start, span.end))
+        assert bool(is_protected) == bool(touched)
+    protected = int(plan.document.protected.sum())
+    assert plan.num_protected == plan.document.num_prefix + protected
+    (run,) = plan.fingerprint.protected
+    assert run[1] - run[0] == protected
+
+
+@pytest.mark.parametrize("span", [Span(-1, 3), Span(3, 3), Span(5, 3), Span(0, 10_000)])
+def test_a_span_outside_the_document_is_refused_by_its_number(planner: Planner, span: Span) -> None:
+    document = DocumentSpec("A short text.", protect=(Span(0, 3), span))
+    with pytest.raises(InvalidRequest) as refused:
+        planner.plan("acme", document, PLAIN)
+    assert refused.value.field == "protect[1]"
+    assert "<= 13" in refused.value.reason
+
+
+def test_a_document_that_leaves_no_room_for_questions_is_refused_with_both_numbers(
+    tiny: LoadedModel,
+) -> None:
+    total = Planner(tiny).plan("acme", LONG, PLAIN).document.num_tokens
+    fits = with_positions(tiny, total + RESERVE_TOKENS)
+    assert Planner(fits).plan("acme", LONG, PLAIN).document.num_tokens == total
+    with pytest.raises(DocumentTooLong) as refused:
+        Planner(with_positions(tiny, total + RESERVE_TOKENS - 1)).plan("acme", LONG, PLAIN)
+    assert (refused.value.tokens, refused.value.max_tokens) == (total, total - 1)
+
+
+def test_a_document_too_short_to_evict_from_is_kept_whole(planner: Planner) -> None:
+    words = " pear" * 1000
+    lengths = {}
+    for count in range(1, 400):
+        plan = planner.plan("acme", DocumentSpec(words[: 5 * count]), PLAIN)
+        lengths[len(plan.document.ids)] = plan.policy_applied
+    assert lengths[MIN_DOCUMENT_TOKENS - 1] == "none"
+    assert lengths[MIN_DOCUMENT_TOKENS] == "kvzip"
+
+
+def test_chunks_shrink_where_few_positions_are_left(tiny: LoadedModel) -> None:
+    total = Planner(tiny).plan("acme", LONG, PLAIN).document.num_tokens
+    roomy, tight = Planner(tiny), Planner(with_positions(tiny, total + RESERVE_TOKENS))
+    for scoring in CHUNK_TOKENS:
+        compression = CompressionSpec(scoring=scoring)
+        policy = roomy.plan("acme", LONG, compression).policy
+        assert policy is not None
+        assert policy.chunk_tokens == CHUNK_TOKENS[scoring]
+        policy = tight.plan("acme", LONG, compression).policy
+        assert policy is not None
+        assert total + policy.chunk_tokens < total + RESERVE_TOKENS
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.05, 0.07, 0.3, 0.33, 1.0])
+def test_an_artifact_is_cut_at_every_band_below_its_ratio_and_where_others_rely_on(
+    ratio: float,
+) -> None:
+    cuts = band_ratios(ratio, kept_before=(0.02, 0.25, 0.3))
+    assert all(low < high for low, high in itertools.pairwise(cuts))
+    assert cuts[-1] == ratio
+    assert set(cuts[:-1]) == {cut for cut in (*BANDS, 0.02, 0.25) if cut < ratio}
+
+
+def test_a_longer_document_of_the_same_beginning_is_another(planner: Planner) -> None:
+    plans = [
+        planner.plan("acme", DocumentSpec(contract("Lease", clauses)), PLAIN)
+        for clauses in (10, 11)
+    ]
+    assert plans[1].document.ids[: len(plans[0].document.ids)] == plans[0].document.ids
+    assert plans[0].fingerprint.digest != plans[1].fingerprint.digest

@@ -1,0 +1,169 @@
+"""Rows go from the engine to the store and back bit for bit, in every layout and dtype."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from kvkeep_kernels.layout import RaggedKV
+from kvkeep_service.engine.build import BuiltCache, DocumentTokens
+from kvkeep_service.engine.cache import ResidentContext
+from kvkeep_service.engine.decode import SequenceOptions
+from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.policies.kvzip import KVzip
+from kvkeep_service.rows import to_engine, to_store
+from kvkeep_service.stores import Stores
+from kvkeep_storage.artifact import CacheRows
+from kvkeep_storage.manifest import ManifestFacts
+from kvkeep_storage.records import CacheRecord
+
+from ...support.caches import facts_for
+from ...support.stores import Stores as Storage
+from .engine.gated import PROMPTS, answer_alone, sequence
+from .engine.models import engine_model, random_document, run_build, stock_model
+
+RATIOS = (0.05, 0.1, 0.3)
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def model_in(dtype: torch.dtype) -> LanguageModel:
+    inner = engine_model(stock_model("qwen3"))
+    # Half precision needs smaller numbers than these random weights give.
+    return LanguageModel(inner._model.to(dtype), inner.shape)
+
+
+def a_build(model: LanguageModel, ratios: tuple[float, ...] = RATIOS) -> BuiltCache:
+    document = random_document(400, prefix=6, seed=4)
+    protected = document.protected.clone()
+    protected[100:120] = True
+    document = DocumentTokens(document.prefix_ids, document.ids, protected)
+    return run_build(model, document, KVzip(PROMPTS, scoring="local", chunk_tokens=128), ratios)
+
+
+@pytest.fixture
+async def storage(stores: Stores, tmp_path: Path) -> Storage:
+    return await Storage.open(tmp_path, stores.metadata)
+
+
+async def committed(storage: Storage, rows: CacheRows) -> tuple[ManifestFacts, CacheRecord]:
+    facts = facts_for(rows)
+    await storage.register(facts)
+    return facts, await storage.build(rows, facts)
+
+
+def assert_same_rows(ours: RaggedKV, theirs: RaggedKV) -> None:
+    assert ours.k.dtype == theirs.k.dtype
+    assert torch.equal(ours.start, theirs.start)
+    assert torch.equal(ours.length, theirs.length)
+    # Bits, not values: equal says nothing of a zero's sign.
+    assert torch.equal(ours.k.view(torch.uint8), theirs.k.view(torch.uint8))
+    assert torch.equal(ours.v.view(torch.uint8), theirs.v.view(torch.uint8))
+
+
+def assert_same_runs(ours: ResidentContext, theirs: ResidentContext, ratio: float) -> None:
+    """Every head's rows at a ratio, wherever its run stands in the buffers."""
+    pairs = zip(ours.view(ratio).layers, theirs.view(ratio).layers, strict=True)
+    for here, there in pairs:
+        assert torch.equal(here.length, there.length)
+        for head in range(here.num_kv_heads):
+            for mine, other in zip(here.head_rows(head), there.head_rows(head), strict=True):
+                assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.anyio
+async def test_engine_to_store_to_engine_is_bit_for_bit(
+    storage: Storage, dtype: torch.dtype
+) -> None:
+    built = a_build(model_in(dtype))
+    facts, _ = await committed(storage, to_store(built))
+    loaded = await storage.load(facts)
+    context = to_engine(loaded.rows, built.context.num_tokens, CPU)
+    for ours, theirs in zip(context.layers, built.context.layers, strict=True):
+        assert ours.k.abs().sum() > 0
+        assert_same_rows(ours, theirs)
+    assert torch.equal(context.counts, built.context.counts)
+    assert (context.ratios, context.num_tokens) == (RATIOS, 406)
+    assert context.size_bytes == built.context.size_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.anyio
+async def test_stored_k_and_v_take_exactly_rows_times_two_row_bytes(
+    storage: Storage, dtype: torch.dtype
+) -> None:
+    built = a_build(model_in(dtype))
+    _, cache = await committed(storage, to_store(built))
+    stored = {"k": 0, "v": 0}
+    slabs = sorted(storage.folder(cache).glob("*.safetensors"))
+    assert len(slabs) == len(RATIOS)
+    for slab in slabs:
+        with safe_open(slab, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                kind = name.rpartition(".")[2]
+                if kind in stored:
+                    stored[kind] += file.get_tensor(name).nbytes
+    selection = built.selection
+    heads = 3 * 2
+    # 0.3 of what may be evicted, and prefix and protected span in every head.
+    num_rows = round(0.3 * heads * 380) + heads * 26
+    assert sum(len(positions) for positions in selection.positions) == num_rows
+    row_bytes = 16 * dtype.itemsize
+    assert stored == {"k": num_rows * row_bytes, "v": num_rows * row_bytes}
+
+
+@pytest.mark.anyio
+async def test_slabs_up_to_a_tenth_are_the_cache_built_at_a_tenth(storage: Storage) -> None:
+    model = model_in(torch.float32)
+    large, small = a_build(model), a_build(model, RATIOS[:2])
+    facts, _ = await committed(storage, to_store(large))
+    loaded = await storage.load(facts, 0.1)
+    assert loaded.rows.ratios == RATIOS[:2]
+    context = to_engine(loaded.rows, large.context.num_tokens, CPU)
+    for ours, theirs in zip(context.layers, small.context.layers, strict=True):
+        assert_same_rows(ours, theirs)
+    assert_same_runs(context, large.context, 0.1)
+    assert_same_runs(context, large.context, 0.05)
+
+    question, options = [5, 6, 7, 8], SequenceOptions(24)
+    answers = [
+        answer_alone(model, sequence(model, view, question, options))
+        for view in (context.view(0.1), small.context.view(0.1), large.context.view(0.1))
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    whole = answer_alone(model, sequence(model, large.context.view(0.3), question, options))
+    assert whole != answers[0], "ratios that answer alike would hide a wrong one"
+
+
+def test_positions_and_protection_travel_with_the_rows() -> None:
+    built = a_build(model_in(torch.float32))
+    rows = to_store(built)
+    assert rows.protected.tolist() == [[26, 26]] * 3
+    fixed = [*range(6), *range(106, 126)]
+    for index, layer in enumerate(rows.layers):
+        starts = np.cumsum(rows.length(index)) - rows.length(index)
+        for start, length in zip(starts, rows.length(index), strict=True):
+            run = layer.position[start : start + length].tolist()
+            assert run[:26] == fixed
+            assert len(set(run)) == length
+
+
+def test_on_a_cpu_nothing_is_copied_either_way() -> None:
+    built = a_build(model_in(torch.float32))
+    rows = to_store(built)
+    context = to_engine(rows, 406, CPU)
+    for layer, stored, back in zip(built.context.layers, rows.layers, context.layers, strict=True):
+        assert layer.k.data_ptr() == stored.k.ctypes.data == back.k.data_ptr()
+        assert layer.v.data_ptr() == stored.v.ctypes.data == back.v.data_ptr()
+
+
+def test_a_cache_that_evicts_nothing_makes_the_same_way() -> None:
+    built = run_build(model_in(torch.bfloat16), random_document(30), None, (1.0,))
+    rows = to_store(built)
+    assert rows.ratios == (1.0,)
+    context = to_engine(rows, 35, CPU)
+    for ours, theirs in zip(context.layers, built.context.layers, strict=True):
+        assert_same_rows(ours, theirs)
