@@ -1,12 +1,13 @@
 """Whatever happens to stored bytes: never an answer from them, and answers as before after it."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ..support.documents import contract
-from ..support.server import Server, eventually
+from ..support.server import EAGER_SWEEPS, Server, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.fault]
 
@@ -18,7 +19,8 @@ WAIT_SECONDS = 120
 def loading(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     """A server that keeps nothing in memory: every answer comes from the store."""
     data = tmp_path_factory.mktemp("corruption") / "data"
-    with Server(data, model=tiny_model, threads=1, resident_bytes=0) as running:
+    settings = {"threads": 1, "resident_bytes": 0, **EAGER_SWEEPS}
+    with Server(data, model=tiny_model, **settings) as running:
         yield running
 
 
@@ -112,6 +114,19 @@ def test_a_damaged_cache_is_never_answered_from_and_is_built_again(
     stored = Stored(loading, request.node.callspec.id)
     damage(stored.generation / name)
     stored.assert_is_refused()
+    stored.assert_answers_as_before()
+    stored.assert_was_rebuilt()
+
+
+def test_of_many_who_ask_a_damaged_cache_nobody_is_answered_from_it(loading: Server) -> None:
+    stored = Stored(loading, "Asked by many")
+    flip_bit(stored.generation / "kv-02.safetensors", 0.5)
+    with ThreadPoolExecutor(8) as threads:
+        responses = list(threads.map(lambda _: loading.query(stored.id, QUESTION), range(24)))
+    refused = [response for response in responses if response.status_code != 200]
+    assert {response.json()["code"] for response in refused} == {"context_not_ready"}
+    answered = [response for response in responses if response.status_code == 200]
+    assert [answer.json()["token_ids"] for answer in answered] == [stored.answer] * len(answered)
     stored.assert_answers_as_before()
     stored.assert_was_rebuilt()
 

@@ -118,6 +118,8 @@ def test_after_delete_no_byte_of_document_or_cache_is_left(server: Server) -> No
     assert not generation.parent.exists()
     assert _files_that_hold(server, marker) == []
     assert [path for path in server.objects.rglob("*") if context["id"] in path.name] == []
+    # What was read, asked and answered is never logged either.
+    assert marker not in server.log
     for response in (
         server.query(context["id"], QUESTION),
         server.http.get(f"/contexts/{context['id']}"),
@@ -125,6 +127,22 @@ def test_after_delete_no_byte_of_document_or_cache_is_left(server: Server) -> No
     ):
         assert (response.status_code, response.json()["code"]) == (404, "context_not_found")
     assert server.http.delete(f"/contexts/{context['id']}").status_code == 204
+
+
+def test_an_expired_context_is_swept_with_its_document_and_cache(server: Server) -> None:
+    before = set(server.generations())
+    marker = "Probefahrtversicherung"
+    text = f"{contract('To expire', 30)} {marker}"
+    in_time = {"anchor": "created_at", "seconds": 2}
+    expiring = server.register(text, expires_after=in_time)
+    eventually(lambda: set(server.generations()) - before)
+    (generation,) = set(server.generations()) - before
+    eventually(lambda: server.http.get(f"/contexts/{expiring['id']}").status_code == 404)
+    eventually(lambda: not generation.parent.exists())
+    assert _files_that_hold(server, marker) == []
+    # Neither memory nor records remember it: the same text is a new document.
+    again = server.create(text)
+    assert server.ask(again["id"], QUESTION)["token_ids"]
 
 
 def test_a_context_deleted_while_it_is_built_leaves_nothing(server: Server) -> None:

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from transformers import AutoTokenizer
 
 from kvkeep_client import KVKeep
 
@@ -41,11 +43,16 @@ def test_streamed_pieces_are_the_answer_and_equal_the_one_given_whole(
     assert done[1]["usage"] == whole["usage"]
 
 
-def test_characters_of_several_tokens_are_never_cut(server: Server, context: str) -> None:
+def test_text_of_broken_characters_is_that_of_the_whole_answer(
+    server: Server, context: str, tiny_model: Path
+) -> None:
     # Sampled from a random model, byte tokens come in any order: halves of characters abound.
     with _stream(server, context, max_tokens=200, temperature=2.0, seed=3) as events:
         *tokens, (_, answer) = list(events)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert answer["answer"] == tokenizer.decode(answer["token_ids"], skip_special_tokens=True)
     assert "".join(data["text"] for _, data in tokens) == answer["answer"]
+    assert "\N{REPLACEMENT CHARACTER}" in answer["answer"]
     assert all(data["text"] for _, data in tokens)
 
 

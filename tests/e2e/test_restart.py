@@ -1,6 +1,5 @@
 """Killed at any moment, or robbed of its records: after a restart everything answers as before."""
 
-import re
 import shutil
 import time
 from pathlib import Path
@@ -8,23 +7,19 @@ from pathlib import Path
 import pytest
 
 from ..support.documents import contract
-from ..support.server import Server, eventually, server_environment, start_command
+from ..support.server import EAGER_SWEEPS, Server, eventually, server_environment, start_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.fault]
 
 QUESTION = "How many days does the carrier have in matters of payment?"
 END_OF_TURN = 2
-_STORED = re.compile(
-    r"store\.json|document\.json|context\.json|kv-\d\d\.safetensors|manifest\.json"
-)
-# Nothing is spared for its youth, and nobody has to wait for it.
-SWEEPS = {"sweep_grace_seconds": 0, "sweep_interval_seconds": 1}
 
 
 def test_the_real_model_answers_the_same_from_memory_and_after_kill_9(tmp_path: Path) -> None:
-    with Server(tmp_path / "data", threads=1, **SWEEPS) as server:
+    with Server(tmp_path / "data", threads=1, **EAGER_SWEEPS) as server:
         ready = server.create(contract("Carriage of goods by road", 12))
-        before = server.ask(ready["id"], QUESTION, max_tokens=32)
+        # Asked twice: between "ready" and the first question it may not be in memory yet.
+        _, before = (server.ask(ready["id"], QUESTION, max_tokens=32) for _ in range(2))
         assert before["timings"]["source"] == "resident"
         # The real model knows how to end an answer: with a token that has no text.
         assert (before["finish_reason"], before["token_ids"][-1]) == ("stop", END_OF_TURN)
@@ -46,14 +41,14 @@ def test_the_real_model_answers_the_same_from_memory_and_after_kill_9(tmp_path: 
         # The build that was cut short is done again, and leaves nothing but its cache.
         rebuilt = server.ask(building["id"], QUESTION, wait=120, max_tokens=8)
         assert rebuilt["finish_reason"] in ("stop", "length")
-        eventually(lambda: len(server.generations()) == 2)
-        assert _files(server) == _files_of_contexts(2)
+        eventually(lambda: _files(server) == _files_of_contexts(2))
+        assert len(server.generations()) == 2
 
 
 def test_killed_in_a_commit_or_robbed_of_all_records_nothing_is_lost(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    with Server(tmp_path / "data", model=tiny_model, threads=1, **SWEEPS) as server:
+    with Server(tmp_path / "data", model=tiny_model, threads=1, **EAGER_SWEEPS) as server:
         titles = ("Lease", "Purchase", "Carriage")
         contexts = [server.create(contract(title, 30), name=title)["id"] for title in titles[:2]]
         answers = {id_: server.ask(id_, QUESTION)["token_ids"] for id_ in contexts}
@@ -63,8 +58,8 @@ def test_killed_in_a_commit_or_robbed_of_all_records_nothing_is_lost(
         server.kill()
         server.start()
         answers[caught] = server.ask(caught, QUESTION, wait=120)["token_ids"]
-        eventually(lambda: len(server.generations()) == 3)
-        assert _files(server) == _files_of_contexts(3)
+        eventually(lambda: _files(server) == _files_of_contexts(3))
+        assert len(server.generations()) == 3
         deleted = server.create(contract("Deleted in time", 30))["id"]
         assert server.http.delete(f"/contexts/{deleted}").status_code == 204
 
@@ -94,12 +89,13 @@ def test_killed_in_a_commit_or_robbed_of_all_records_nothing_is_lost(
 
 
 def _plant_orphans(server: Server) -> None:
-    """What crashes at other moments would have left: a whole generation, and a torn one."""
+    """What other crashes would have left: a whole generation, a torn one, an unfinished file."""
     (live,) = server.generations()
     shutil.copytree(live, live.with_name("0123456789abcdef"))
     torn = live.parent.with_name("e" * 64) / "fedcba9876543210"
     torn.mkdir(parents=True)
     shutil.copy(live / "kv-00.safetensors", torn)
+    shutil.copy(live / "kv-01.safetensors", live / ".kvkeep-00112233.tmp")
 
 
 def _wait_for_a_third_generation(server: Server) -> None:
@@ -119,10 +115,8 @@ def _reindex(server: Server) -> str:
 
 
 def _files(server: Server) -> list[str]:
-    """Names of all files in the object store, and none that has no business there."""
-    names = [path.name for path in server.objects.rglob("*") if path.is_file()]
-    assert [name for name in names if not _STORED.fullmatch(name)] == []
-    return sorted(names)
+    """Names of all files in the object store, temporary ones included."""
+    return sorted(path.name for path in server.objects.rglob("*") if path.is_file())
 
 
 def _files_of_contexts(count: int) -> list[str]:
