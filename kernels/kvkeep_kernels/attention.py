@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import DenseKV, RaggedKV, ShapeError
+from kvkeep_kernels.backend import uses_triton
+from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV, ShapeError
 
 
 class Attended(NamedTuple):
@@ -38,24 +39,31 @@ def ragged_decode(
     Modifies: nothing. The context's rows are read once for all members.
     Raises: ShapeError, naming the tensor, its shape and the expected one.
     """
-    members, num_q_heads, head_dim = q.shape
-    _check_heads(num_q_heads, head_dim, context.num_kv_heads, context.head_dim)
-    if len(tails) != members or any(tail.tokens < 1 for tail in tails):
-        raise ShapeError("tails", [t.tokens for t in tails], f"{members} tails of 1 or more")
-    group_size = num_q_heads // context.num_kv_heads
-    # [heads, members * group, d]: one tile of query rows per KV head.
-    by_head = (
-        q.unflatten(1, (context.num_kv_heads, group_size))
-        .transpose(0, 1)
-        .reshape(context.num_kv_heads, members * group_size, head_dim)
-    )
-    shared = _context_part(by_head, context, scale)
-    parts = []
-    for member, tail in enumerate(tails):
-        rows = slice(member * group_size, (member + 1) * group_size)
-        own = _flash(by_head[:, rows], tail.k, tail.v, scale)
-        parts.append(_merge([Attended(shared.out[:, rows], shared.lse[:, rows]), own]).out)
-    return torch.stack([part.reshape(num_q_heads, head_dim) for part in parts])
+    batch = DecodeBatch((DecodeGroup(context, tuple(tails)),))
+    return ragged_decode_batch(q, batch, scale=scale)
+
+
+def ragged_decode_batch(q: Tensor, batch: DecodeBatch, *, scale: float) -> Tensor:
+    """Attend one new token of every sequence of a batch, in one launch where a GPU serves it.
+
+    Shapes: q [num_sequences, num_q_heads, head_dim], the sequences in the batch's order.
+    Dtypes, Raises: as ``ragged_decode``. Modifies: nothing. Each group's context is read once
+        for as many of its members as fit one tile (64 query rows of a head on a GPU, 32 in
+        fp32; no limit on a CPU). On a GPU: asynchronous, lengths never wait for the host.
+    """
+    context = batch.groups[0].context
+    num_sequences, num_q_heads, _ = q.shape
+    _check_queries(q, num_q_heads, context)
+    if num_sequences != batch.num_sequences:
+        raise ShapeError("q sequences", num_sequences, f"{batch.num_sequences}, one per tail")
+    if uses_triton(q.device):
+        from kvkeep_kernels._triton import decode, work_list
+
+        tables = work_list.tabulate(batch, num_q_heads // context.num_kv_heads)
+        return decode.launch(q, tables, scale=scale)
+    sizes = [len(group.tails) for group in batch.groups]
+    pieces = zip(torch.split(q, sizes), batch.groups, strict=True)
+    return torch.cat([_decode_group(rows, group, scale) for rows, group in pieces])
 
 
 def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
@@ -66,7 +74,14 @@ def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float)
     Dtypes, Modifies, Raises: as ``ragged_decode``. Returns q's shape and dtype.
     """
     num_q_heads, tokens, head_dim = q.shape
-    _check_heads(num_q_heads, head_dim, context.num_kv_heads, context.head_dim)
+    _check_queries(q, num_q_heads, context)
+    context.check_tail(tail)
+    if tail.tokens < tokens:
+        raise ShapeError("tail tokens", tail.tokens, f"at least the {tokens} new tokens")
+    if uses_triton(q.device):
+        from kvkeep_kernels._triton import prefill
+
+        return prefill.launch(q, context, tail, scale=scale)
     folded = q.reshape(context.num_kv_heads, -1, head_dim)
     over_context = _unfold(_context_part(folded, context, scale), num_q_heads, tokens)
     return _merge([over_context, *_causal_parts(q, tail, scale)]).out
@@ -98,6 +113,33 @@ def _check_heads(num_q_heads: int, head_dim: int, num_kv_heads: int, kv_head_dim
         raise ShapeError(
             "q", (num_q_heads, head_dim), f"a multiple of {num_kv_heads} heads of {kv_head_dim}"
         )
+
+
+def _check_queries(q: Tensor, num_q_heads: int, context: RaggedKV) -> None:
+    _check_heads(num_q_heads, q.shape[2], context.num_kv_heads, context.head_dim)
+    # A kernel reads by address: whatever else it were handed, it would take for these.
+    if (q.dtype, q.device) != (context.k.dtype, context.k.device):
+        raise ShapeError("q", (q.dtype, q.device), (context.k.dtype, context.k.device))
+
+
+def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    """The CPU path of one group: the context for all members at once, then tail by tail."""
+    context = group.context
+    members, num_q_heads, head_dim = q.shape
+    group_size = num_q_heads // context.num_kv_heads
+    # [heads, members * group, d]: one tile of query rows per KV head.
+    by_head = (
+        q.unflatten(1, (context.num_kv_heads, group_size))
+        .transpose(0, 1)
+        .reshape(context.num_kv_heads, members * group_size, head_dim)
+    )
+    shared = _context_part(by_head, context, scale)
+    parts = []
+    for member, tail in enumerate(group.tails):
+        rows = slice(member * group_size, (member + 1) * group_size)
+        own = _flash(by_head[:, rows], tail.k, tail.v, scale)
+        parts.append(_merge([Attended(shared.out[:, rows], shared.lse[:, rows]), own]).out)
+    return torch.stack([part.reshape(num_q_heads, head_dim) for part in parts])
 
 
 def _context_part(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:

@@ -1,7 +1,8 @@
 """Value types of the kernels room: ragged context rows, dense tails, and what is refused.
 
     KernelError
-    └── ShapeError      a tensor's shape, dtype or device does not fit the others
+    ├── ShapeError          a tensor's shape, dtype or device does not fit the others
+    └── KernelUnavailable   the kernels asked for cannot run on this device
 
 Invariants are checked once, when a value is made; the functions that take it trust it.
 """
@@ -26,6 +27,15 @@ class ShapeError(KernelError):
         self.name = name
         self.found = found
         self.expected = expected
+
+
+class KernelUnavailable(KernelError):
+    """The operator asked for kernels that cannot run where they were asked for."""
+
+    def __init__(self, asked: str, reason: str) -> None:
+        super().__init__(f"{asked}: {reason}")
+        self.asked = asked
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,13 @@ class RaggedKV:
         start, length = int(self.start[head]), int(self.length[head])
         return self.k[start : start + length], self.v[start : start + length]
 
+    def check_tail(self, tail: "DenseKV") -> None:
+        """Raise ShapeError unless a tail's heads, width, dtype and device are this context's."""
+        expected = (self.num_kv_heads, self.head_dim, self.k.dtype, self.k.device)
+        found = (tail.k.shape[0], tail.k.shape[2], tail.k.dtype, tail.k.device)
+        if found != expected:
+            raise ShapeError("tail", found, expected)
+
     def truncated(self, length: Tensor) -> "RaggedKV":
         """The same buffers with a shorter run per head: how a lower ratio is served.
 
@@ -106,3 +123,42 @@ class DenseKV:
     def tokens(self) -> int:
         """Rows of every head."""
         return self.k.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences that decode over one context at one step: its rows are read once for all.
+
+    Shapes: tails[i].k [num_kv_heads, tail_tokens_i, head_dim], at least one row each, the new
+    token's own last.
+    """
+
+    context: RaggedKV
+    tails: tuple[DenseKV, ...]
+
+    def __post_init__(self) -> None:
+        tokens = [tail.tokens for tail in self.tails]
+        if not tokens or min(tokens) < 1:
+            raise ShapeError("tails", tokens, "one or more tails of 1 or more rows")
+        for tail in self.tails:
+            self.context.check_tail(tail)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """Every sequence of one decode step in one layer; sequences are numbered group by group."""
+
+    groups: tuple[DecodeGroup, ...]
+
+    def __post_init__(self) -> None:
+        contexts = [group.context for group in self.groups]
+        kinds = {
+            (rows.num_kv_heads, rows.head_dim, rows.k.dtype, rows.k.device) for rows in contexts
+        }
+        if len(kinds) != 1:
+            raise ShapeError("groups", kinds, "one or more, alike in heads, width, dtype, device")
+
+    @property
+    def num_sequences(self) -> int:
+        """Tails of all groups."""
+        return sum(len(group.tails) for group in self.groups)

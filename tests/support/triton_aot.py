@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -19,6 +20,11 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHARED_BYTES_MAX = 99 * 1024
+"""What a program may ask for on the smallest of the GPUs in use (sm_86, sm_89)."""
+
+_WIDE_LOAD = re.compile(r"\b(?:LDGSTS|LDG)\S*\.128\b|\b(?:global|buffer)_load_dwordx4\b")
 _MATRIX_INSTRUCTION = re.compile(r"\b(?:[HIDQ]MMA|HGMMA|IGMMA|QGMMA|UTC[A-Z]*MMA|v_s?mfmac?_\w+)\b")
 _TRITON_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -37,6 +43,11 @@ class MachineCode:
     shared_bytes: int
     matrix_instructions: int
     text: str
+
+    @property
+    def has_wide_loads(self) -> bool:
+        """Whether threads load 16 bytes at a time: the compiler knows rows to be aligned."""
+        return _WIDE_LOAD.search(self.text) is not None
 
 
 def compile_for(

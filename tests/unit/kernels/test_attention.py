@@ -7,25 +7,11 @@ from hypothesis import strategies as st
 
 from kvkeep_kernels import reference
 from kvkeep_kernels.attention import dense_prefill, ragged_decode, ragged_prefill
-from kvkeep_kernels.layout import DenseKV, RaggedKV, ShapeError
+from kvkeep_kernels.layout import RaggedKV, ShapeError
+
+from ...support.ragged_values import dense, ragged
 
 HEAD_DIMS = (64, 96, 128, 256)
-
-
-def ragged(
-    lengths: list[int], head_dim: int, seed: int, dtype: torch.dtype = torch.float32
-) -> RaggedKV:
-    torch.manual_seed(seed)
-    rows = sum(lengths)
-    length = torch.tensor(lengths, dtype=torch.int32)
-    start = (torch.cumsum(length, 0) - length).to(torch.int32)
-    k, v = torch.randn(2, rows, head_dim, dtype=dtype)
-    return RaggedKV(k, v, start, length)
-
-
-def dense(heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> DenseKV:
-    k, v = torch.randn(2, heads, tokens, head_dim, dtype=dtype)
-    return DenseKV(k, v)
 
 
 shapes = st.fixed_dictionaries(

@@ -1,0 +1,197 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, check-untyped-defs=False
+# Kernel arguments are traced values, typed by Triton at each launch.
+"""One token of every sequence: split-K by each head's own length, contexts shared by members.
+
+Three launches: ``plan_items`` cuts the work, ``attend_items`` writes a partial state per item,
+``merge_items`` joins each query row's items by log-sum-exp. Grids and scratch depend on the
+number of tiles and sequences alone, and lengths are read on the device, so nothing waits for
+the host and the launches can be captured in a graph; ``DecodeTables.tail_tokens`` may be
+advanced between replays.
+
+Source: FlashDecoding split-K; shared prefixes as query rows of one tile after Hydragen and
+FlashInfer's cascade.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkeep_kernels._triton.processors import addressable
+from kvkeep_kernels._triton.softmax import LOG2_E, fold_run, tile_shape
+from kvkeep_kernels._triton.work_list import (
+    RUN_COLUMNS,
+    SEQUENCE_COLUMNS,
+    TILE_COLUMNS,
+    DecodeTables,
+    plan,
+)
+
+MERGED_ITEMS = 16
+"""Items whose states one merging program holds at a time."""
+
+
+def launch(q: Tensor, tables: DecodeTables, *, scale: float) -> Tensor:
+    """Attend one new token of every sequence of the tables.
+
+    Shapes: q [num_sequences, num_q_heads, head_dim], in the tables' order. Returns q's shape and
+        dtype. Modifies: nothing. Launches asynchronously on the current stream.
+    """
+    q = addressable(q.contiguous())
+    num_sequences, num_q_heads, head_dim = q.shape
+    shape = tile_shape(head_dim, q.dtype)
+    sizes = {
+        "HEADS": tables.num_kv_heads,
+        "GROUP": num_q_heads // tables.num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_M": tables.block_m,
+    }
+    with torch.cuda.device_of(q):
+        work = plan(tables, q.element_size(), shape.block_n)
+        states = (work.num_slots, tables.block_m)
+        part_out = torch.empty(*states, head_dim, dtype=torch.float32, device=q.device)
+        part_peak = torch.empty(states, dtype=torch.float32, device=q.device)
+        part_mass = torch.empty_like(part_peak)
+        out = torch.empty_like(q)
+        attend_items[(work.num_slots,)](
+            *(q, work.runs, work.items, part_out, part_peak, part_mass),
+            *(work.num_slots, scale * LOG2_E),
+            **sizes,
+            BLOCK_N=shape.block_n,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+        )
+        merge_items[(num_sequences, num_q_heads)](
+            *(tables.tiles, tables.sequences, work.indptr, part_out, part_peak, part_mass, out),
+            len(tables.tiles),
+            **sizes,
+            BLOCK_I=MERGED_ITEMS,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def attend_items(
+    q,
+    runs,
+    items,
+    part_out,
+    part_peak,
+    part_mass,
+    num_slots,
+    scale_log2,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program attends all query rows of one item to its keys, and stores their state.
+
+    Shapes: q [num_sequences, HEADS * GROUP, HEAD_DIM]; part_out [num_slots, BLOCK_M, HEAD_DIM],
+    part_peak, part_mass [num_slots, BLOCK_M] fp32, written for items with work, valid rows only.
+    """
+    item = tl.program_id(0).to(tl.int64)
+    rows = tl.load(items + 2 * num_slots + item)
+    if rows == 0:
+        return
+    run = tl.load(items + item)
+    first_row = tl.load(items + num_slots + item).to(tl.int64)
+    entry = runs + run * RUN_COLUMNS
+    # The host hands in aligned rows only (``addressable``).
+    unit: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth
+    k_stride = tl.multiple_of(tl.load(entry + 2), unit)
+    v_stride = tl.multiple_of(tl.load(entry + 3), unit)
+    k = tl.multiple_of(tl.load(entry).to(q.dtype), 16) + first_row * k_stride
+    v = tl.multiple_of(tl.load(entry + 1).to(q.dtype), 16) + first_row * v_stride
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    is_row = row < tl.load(entry + 5) * GROUP
+    is_kept = is_row[:, None] & (column < HEAD_DIM)[None, :]
+    sequence = tl.load(entry + 4) + row // GROUP
+    q_row = sequence * (HEADS * GROUP) + (run % HEADS) * GROUP + row % GROUP
+    q_rows = tl.load(q + q_row[:, None] * HEAD_DIM + column[None, :], mask=is_kept, other=0.0)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    peak, mass, acc = fold_run(
+        q_rows,
+        peak,
+        mass,
+        acc,
+        k,
+        v,
+        k_stride,
+        v_stride,
+        rows,
+        row,
+        scale_log2,
+        IS_CAUSAL=False,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_D=BLOCK_D,
+        BLOCK_N=BLOCK_N,
+    )
+    target = item * BLOCK_M + row
+    tl.store(part_peak + target, peak, mask=is_row)
+    tl.store(part_mass + target, mass, mask=is_row)
+    tl.store(part_out + target[:, None] * HEAD_DIM + column[None, :], acc, mask=is_kept)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def merge_items(
+    tiles,
+    sequences,
+    indptr,
+    part_out,
+    part_peak,
+    part_mass,
+    out,
+    num_tiles,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    """Join the items of one query row: one program covers one query head of one sequence.
+
+    Shapes: as ``attend_items``; out [num_sequences, HEADS * GROUP, HEAD_DIM] in q's dtype.
+    """
+    sequence, q_head = tl.program_id(0), tl.program_id(1)
+    head, group_row = q_head // GROUP, q_head % GROUP
+    tile = tl.load(sequences + sequence * SEQUENCE_COLUMNS + 7).to(tl.int32)
+    member = sequence - tl.load(tiles + tile * TILE_COLUMNS + 6).to(tl.int32)
+    column = tl.arange(0, BLOCK_D)
+    is_column = column < HEAD_DIM
+    peak = tl.full((1,), float("-inf"), tl.float32)
+    mass = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    # The tail first: it has a row, so the peak is finite before an empty context is met.
+    for part in tl.static_range(2):
+        owner = num_tiles + sequence if part == 0 else tile
+        row = group_row if part == 0 else member * GROUP + group_row
+        run = owner * HEADS + head
+        end = tl.load(indptr + run + 1)
+        for first in range(tl.load(indptr + run), end, BLOCK_I):
+            item = first + tl.arange(0, BLOCK_I)
+            is_item = item < end
+            source = item.to(tl.int64) * BLOCK_M + row
+            peaks = tl.load(part_peak + source, mask=is_item, other=float("-inf"))
+            masses = tl.load(part_mass + source, mask=is_item, other=0.0)
+            outs = tl.load(
+                part_out + source[:, None] * HEAD_DIM + column[None, :],
+                mask=is_item[:, None] & is_column[None, :],
+                other=0.0,
+            )
+            new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+            weights = tl.exp2(peaks - new_peak)
+            decay = tl.exp2(peak - new_peak)
+            mass = mass * decay + tl.sum(masses * weights, axis=0)
+            acc = acc * decay + tl.sum(outs * weights[:, None], axis=0)
+            peak = new_peak
+    target = out + (sequence.to(tl.int64) * HEADS * GROUP + q_head) * HEAD_DIM + column
+    tl.store(target, (acc / mass).to(out.dtype.element_ty), mask=is_column)

@@ -1,0 +1,201 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, check-untyped-defs=False
+# Kernel arguments are traced values, typed by Triton at each launch.
+"""A question's new tokens: the whole context visible, the tail causally.
+
+The query rows of one KV head are its tokens times its group, token by token, so that a tile
+reads K and V once for the whole group. A short question makes few tiles, so each head's context
+is also cut into equal shares of its own length; the tail goes with the last share.
+
+Source: FlashAttention-2; FlashDecoding for the shares and their merge.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvkeep_kernels._triton.processors import addressable, processor_count
+from kvkeep_kernels._triton.softmax import LOG2_E, fold_run, tile_shape
+from kvkeep_kernels.layout import DenseKV, RaggedKV
+
+PROGRAMS_PER_PROCESSOR = 2
+MERGED_ROWS = 16
+"""Query rows that one merging program covers."""
+
+
+def launch(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
+    """Attend new tokens of one sequence.
+
+    Shapes: q [num_q_heads, tokens, head_dim]; tail.k [num_kv_heads, tail_tokens, head_dim], the
+        new tokens' rows last. Returns q's shape and dtype.
+    Modifies: nothing. Launches asynchronously on the current stream; no host sync.
+    """
+    q = addressable(q.contiguous())
+    k, v, own_k, own_v = map(addressable, (context.k, context.v, tail.k, tail.v))
+    num_q_heads, tokens, head_dim = q.shape
+    heads, rows = context.num_kv_heads, num_q_heads * tokens
+    shape = tile_shape(head_dim, q.dtype)
+    group = num_q_heads // heads
+    block_m = min(shape.block_m_max, max(16, triton.next_power_of_2(tokens * group)))
+    tiles = triton.cdiv(tokens * group, block_m)
+    # The shares of the average head are a key block or more.
+    useful = triton.cdiv(len(k), heads * shape.block_n)
+    to_fill = PROGRAMS_PER_PROCESSOR * processor_count(q.device) // (tiles * heads)
+    shares = max(1, min(useful, to_fill))
+    widths = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    with torch.cuda.device_of(q):
+        part_out = torch.empty(shares, rows, head_dim, dtype=torch.float32, device=q.device)
+        part_peak = torch.empty(shares, rows, dtype=torch.float32, device=q.device)
+        part_mass = torch.empty_like(part_peak)
+        out = torch.empty_like(q)
+        attend_shares[(tiles, heads, shares)](
+            *(q, k, v, context.start.contiguous(), context.length.contiguous(), own_k, own_v),
+            *(part_out, part_peak, part_mass, tokens, tail.tokens, scale * LOG2_E),
+            *(k.stride(0), v.stride(0), own_k.stride(0), own_v.stride(0)),
+            *(own_k.stride(1), own_v.stride(1)),
+            **widths,
+            GROUP=group,
+            BLOCK_M=block_m,
+            BLOCK_N=shape.block_n,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
+        )
+        merge_shares[(triton.cdiv(rows, MERGED_ROWS),)](
+            *(part_out, part_peak, part_mass, out, rows, shares),
+            **widths,
+            BLOCK_R=MERGED_ROWS,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens", "tail_tokens"])
+def attend_shares(
+    q,
+    context_k,
+    context_v,
+    start,
+    length,
+    tail_k,
+    tail_v,
+    part_out,
+    part_peak,
+    part_mass,
+    tokens,
+    tail_tokens,
+    scale_log2,
+    k_stride,
+    v_stride,
+    tail_k_head_stride,
+    tail_v_head_stride,
+    tail_k_stride,
+    tail_v_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program attends a tile of one head's query rows to one share of its context.
+
+    Shapes: q [heads * GROUP, tokens, HEAD_DIM]; start, length [heads]; part_out [shares,
+    heads * GROUP * tokens, HEAD_DIM], part_peak, part_mass [shares, heads * GROUP * tokens] fp32.
+    The last share includes the tail. Strides are in elements.
+    """
+    head, share = tl.program_id(1), tl.program_id(2)
+    shares = tl.num_programs(2)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    is_row = token < tokens
+    q_row = (head * GROUP + row % GROUP).to(tl.int64) * tokens + token
+    column = tl.arange(0, BLOCK_D)
+    is_kept = is_row[:, None] & (column < HEAD_DIM)[None, :]
+    q_rows = tl.load(q + q_row[:, None] * HEAD_DIM + column[None, :], mask=is_kept, other=0.0)
+    seen = tail_tokens - tokens + token + 1
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+
+    rows = tl.load(length + head).to(tl.int64)
+    first = rows * share // shares
+    at = tl.load(start + head) + first
+    peak, mass, acc = fold_run(
+        q_rows,
+        peak,
+        mass,
+        acc,
+        context_k + at * k_stride,
+        context_v + at * v_stride,
+        k_stride,
+        v_stride,
+        (rows * (share + 1) // shares - first).to(tl.int32),
+        seen,
+        scale_log2,
+        IS_CAUSAL=False,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_D=BLOCK_D,
+        BLOCK_N=BLOCK_N,
+    )
+    if share == shares - 1:
+        last_token = tl.minimum(((tl.program_id(0) + 1) * BLOCK_M - 1) // GROUP, tokens - 1)
+        own_head = head.to(tl.int64)
+        peak, mass, acc = fold_run(
+            q_rows,
+            peak,
+            mass,
+            acc,
+            tail_k + own_head * tail_k_head_stride,
+            tail_v + own_head * tail_v_head_stride,
+            tail_k_stride,
+            tail_v_stride,
+            tail_tokens - tokens + last_token + 1,
+            seen,
+            scale_log2,
+            IS_CAUSAL=True,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_D=BLOCK_D,
+            BLOCK_N=BLOCK_N,
+        )
+    target = share.to(tl.int64) * tl.num_programs(1) * GROUP * tokens + q_row
+    tl.store(part_peak + target, peak, mask=is_row)
+    tl.store(part_mass + target, mass, mask=is_row)
+    tl.store(part_out + target[:, None] * HEAD_DIM + column[None, :], acc, mask=is_kept)
+
+
+@triton.jit(do_not_specialize=["rows", "shares"])
+def merge_shares(
+    part_out,
+    part_peak,
+    part_mass,
+    out,
+    rows,
+    shares,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Join the shares of BLOCK_R query rows: what one program covers.
+
+    Shapes: as ``attend_shares``; out [rows, HEAD_DIM] in q's dtype.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = row < rows
+    column = tl.arange(0, BLOCK_D)
+    is_kept = is_row[:, None] & (column < HEAD_DIM)[None, :]
+    peak = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    # The last share first: it holds the tail, so the peak is finite before an empty one is met.
+    for behind in range(shares):
+        source = (shares - 1 - behind).to(tl.int64) * rows + row
+        part = tl.load(part_peak + source, mask=is_row, other=0.0)
+        new_peak = tl.maximum(peak, part)
+        weight = tl.exp2(part - new_peak)
+        decay = tl.exp2(peak - new_peak)
+        mass = mass * decay + weight * tl.load(part_mass + source, mask=is_row, other=1.0)
+        part_rows = source[:, None] * HEAD_DIM + column[None, :]
+        outs = tl.load(part_out + part_rows, mask=is_kept, other=0.0)
+        acc = acc * decay[:, None] + outs * weight[:, None]
+        peak = new_peak
+    target = out + row[:, None] * HEAD_DIM + column[None, :]
+    tl.store(target, (acc / mass[:, None]).to(out.dtype.element_ty), mask=is_kept)

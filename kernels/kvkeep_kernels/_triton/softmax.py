@@ -1,0 +1,95 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, check-untyped-defs=False
+# Kernel arguments are traced values, typed by Triton at each launch.
+"""One tile of query rows over one run of keys, by online softmax in base 2.
+
+The state of a row is (peak, mass, acc): its highest logit so far, the sum of ``2 ** (logit -
+peak)``, and the same weights times the values, all fp32. It starts at (-inf, 0, 0), which is
+also the state of a run without rows, and has no weight in a merge.
+
+Source: FlashAttention-2; FlashDecoding for the partial states.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+
+class TileShape(NamedTuple):
+    """How one program is shaped: a tile's most rows, keys per step, warps and stages."""
+
+    block_m_max: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
+    """The shipped configuration; none of them spills on any target that is compiled for."""
+    if dtype == torch.float32:
+        if head_dim > 128:
+            return TileShape(16, 16, 4, 1)
+        return TileShape(32, 32 if head_dim <= 64 else 16, 8, 1)
+    if head_dim > 128:
+        return TileShape(64, 32, 8, 2)
+    return TileShape(64, 64, 4, 2)
+
+
+@triton.jit
+def fold_run(
+    q_rows,
+    peak,
+    mass,
+    acc,
+    k,
+    v,
+    k_stride,
+    v_stride,
+    rows,
+    seen,
+    scale_log2,
+    IS_CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fold keys and values 0 to ``rows`` into the state of every row of the tile.
+
+    Shapes: q_rows, acc [BLOCK_M, BLOCK_D]; peak, mass, seen [BLOCK_M]; k and v point at row 0,
+    and row n lies n * stride elements on (int64). Where IS_CAUSAL, row m sees keys below
+    ``seen[m]``, at least one of them within the first BLOCK_N.
+    """
+    column = tl.arange(0, BLOCK_D)
+    is_column = column < HEAD_DIM
+    for first in range(0, rows, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        is_row = key < rows
+        at = key.to(tl.int64)
+        keys = tl.load(
+            k + at[None, :] * k_stride + column[:, None],
+            mask=is_row[None, :] & is_column[:, None],
+            other=0.0,
+        )
+        # Not TF32 for fp32 inputs: three decimal digits are no fp32 result.
+        logits = tl.dot(q_rows, keys, input_precision="ieee") * scale_log2
+        is_seen = is_row[None, :]
+        if IS_CAUSAL:
+            is_seen = is_seen & (key[None, :] < seen[:, None])
+        logits = tl.where(is_seen, logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        values = tl.load(
+            v + at[:, None] * v_stride + column[None, :],
+            mask=is_row[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        mass = mass * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        peak = new_peak
+    return peak, mass, acc

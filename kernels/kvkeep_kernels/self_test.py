@@ -1,0 +1,114 @@
+"""A small run of every Triton kernel against the fp32 oracle, on the device that shall serve.
+
+Triton kernels fail on particular GPUs: they do not compile, do not launch, or answer wrongly.
+A probe takes milliseconds once its kernels are compiled.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels import reference
+from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, KernelError, RaggedKV
+
+TOLERANCE = 2e-2
+"""The largest error allowed on outputs of about 1: bf16 has 3 digits, a wrong kernel none."""
+
+_HEADS, _GROUP_SIZE, _HEAD_DIM = 3, 2, 64
+_SCALE = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFailure:
+    """One operation that a device does not compute, and how that showed."""
+
+    operation: str
+    message: str
+
+
+class WrongResult(KernelError):
+    """A kernel ran and its result is not the oracle's."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__(f"error {error:.3g}, allowed {TOLERANCE}")
+        self.error = error
+
+
+def run_probes(device: torch.device) -> tuple[ProbeFailure, ...]:
+    """Run every probe on ``device``; return those that failed. Waits for the device."""
+    failures = []
+    for operation, probe in PROBES.items():
+        try:
+            probe(device)
+        # Compilers, drivers and our own check fail in their own ways; each means the same here.
+        except Exception as error:  # noqa: BLE001
+            failures.append(ProbeFailure(operation, f"{type(error).__name__}: {error}"))
+    return tuple(failures)
+
+
+def _probe_decode(device: torch.device) -> None:
+    from kvkeep_kernels._triton import decode, work_list
+
+    values = _Values(device)
+    groups = tuple(
+        DecodeGroup(values.context(lengths), tuple(values.tail(tokens) for tokens in tails))
+        for lengths, tails in (((0, 1, 150), (1, 70, 2)), ((33, 0, 5), (3,)))
+    )
+    batch = DecodeBatch(groups)
+    q = values.normal(batch.num_sequences, _HEADS * _GROUP_SIZE, _HEAD_DIM)
+    out = decode.launch(q, work_list.tabulate(batch, _GROUP_SIZE), scale=_SCALE)
+    first = 0
+    for group in groups:
+        rows = slice(first, first + len(group.tails))
+        first += len(group.tails)
+        expected = reference.ragged_decode(q[rows], group.context, group.tails, scale=_SCALE)
+        _compare(out[rows], expected)
+
+
+def _probe_prefill(device: torch.device) -> None:
+    from kvkeep_kernels._triton import prefill
+
+    values = _Values(device)
+    context, tail = values.context((0, 1, 150)), values.tail(12)
+    q = values.normal(_HEADS * _GROUP_SIZE, 5, _HEAD_DIM)
+    out = prefill.launch(q, context, tail, scale=_SCALE)
+    _compare(out, reference.ragged_prefill(q, context, tail, scale=_SCALE))
+
+
+PROBES: dict[str, Callable[[torch.device], None]] = {
+    "ragged_decode": _probe_decode,
+    "ragged_prefill": _probe_prefill,
+}
+"""Every operation with a Triton kernel: raises when the device does not compute it."""
+
+
+class _Values:
+    """Inputs that are the same on every device and leave torch's own generators alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Triton's interpreter, the only thing that runs these on a CPU, multiplies no bf16.
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
+
+    def context(self, lengths: tuple[int, ...]) -> RaggedKV:
+        length = torch.tensor(lengths, dtype=torch.int32)
+        start = (torch.cumsum(length, 0) - length).to(torch.int32)
+        k, v = self.normal(2, sum(lengths), _HEAD_DIM)
+        return RaggedKV(k, v, start.to(self._device), length.to(self._device))
+
+    def tail(self, tokens: int) -> DenseKV:
+        k, v = self.normal(2, _HEADS, tokens, _HEAD_DIM)
+        return DenseKV(k, v)
+
+
+def _compare(out: Tensor, expected: Tensor) -> None:
+    error = float((out.float() - expected).abs().max())
+    # Not "error > TOLERANCE", which a NaN would pass.
+    if not error <= TOLERANCE:
+        raise WrongResult(error)
