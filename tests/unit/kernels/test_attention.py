@@ -6,8 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep_kernels import reference
-from kvkeep_kernels.attention import dense_prefill, ragged_decode, ragged_prefill
-from kvkeep_kernels.layout import RaggedKV, ShapeError
+from kvkeep_kernels.attention import (
+    dense_prefill,
+    ragged_decode,
+    ragged_decode_batch,
+    ragged_prefill,
+)
+from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV, ShapeError
 
 from ...support.ragged_values import dense, ragged
 
@@ -80,6 +85,18 @@ def test_members_decoded_together_get_what_each_gets_alone() -> None:
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_over_several_contexts_gets_what_each_context_gets_alone() -> None:
+    groups = tuple(
+        DecodeGroup(ragged(lengths, 64, seed), tuple(dense(2, tokens, 64) for tokens in tails))
+        for seed, (lengths, tails) in enumerate([([40, 0], (1, 5)), ([3, 7], (2,))])
+    )
+    q = torch.randn(3, 6, 64)
+    together = ragged_decode_batch(q, DecodeBatch(groups), scale=0.1)
+    pieces = zip(q.split([2, 1]), groups, strict=True)
+    alone = [ragged_decode(rows, own.context, own.tails, scale=0.1) for rows, own in pieces]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_the_order_of_rows_within_a_head_does_not_matter() -> None:
     context = ragged([31, 17], 64, seed=3)
     order = torch.cat([torch.randperm(31), 31 + torch.randperm(17)])
@@ -127,7 +144,41 @@ def test_a_value_that_does_not_fit_is_refused_by_name() -> None:
         ragged_decode(torch.randn(1, 2, 64), context, [dense(2, 0, 64)], scale=1.0)
     with pytest.raises(ShapeError, match=r"^tail tokens: "):
         ragged_prefill(torch.randn(2, 3, 64), context, dense(2, 2, 64), scale=1.0)
+    with pytest.raises(ShapeError, match=r"^q sequences: found 2, expected 1"):
+        ragged_decode(torch.randn(2, 2, 64), context, [dense(2, 1, 64)], scale=1.0)
     with pytest.raises(ShapeError, match=r"within 8 rows"):
         RaggedKV(context.k, context.v, context.start, context.length + 1)
     with pytest.raises(ShapeError, match=r"^length: "):
         context.truncated(torch.tensor([5, 1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [dense(3, 1, 64), dense(2, 1, 96), dense(2, 1, 64, torch.bfloat16)],
+    ids=["heads", "width", "dtype"],
+)
+def test_a_tail_of_another_shape_is_refused_before_anything_is_read(tail: DenseKV) -> None:
+    context = ragged([4, 4], 64, seed=6)
+    with pytest.raises(ShapeError, match=r"^tail: "):
+        ragged_decode(torch.randn(1, 2, 64), context, [tail], scale=1.0)
+    with pytest.raises(ShapeError, match=r"^tail: "):
+        ragged_prefill(torch.randn(2, 1, 64), context, tail, scale=1.0)
+
+
+def test_queries_of_another_dtype_are_refused_before_anything_is_read() -> None:
+    context = ragged([4, 4], 64, seed=6)
+    q = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ShapeError, match=r"^q: .*bfloat16.*float32"):
+        ragged_decode(q, context, [dense(2, 1, 64)], scale=1.0)
+    with pytest.raises(ShapeError, match=r"^q: .*bfloat16.*float32"):
+        ragged_prefill(q.transpose(0, 1), context, dense(2, 1, 64), scale=1.0)
+
+
+def test_groups_that_are_not_alike_make_no_batch() -> None:
+    two_heads, one_head, wider = (
+        DecodeGroup(ragged(lengths, width, seed=1), (dense(len(lengths), 1, width),))
+        for lengths, width in (([4, 4], 64), ([4], 64), ([4, 4], 96))
+    )
+    for groups in ((two_heads, one_head), (two_heads, wider), ()):
+        with pytest.raises(ShapeError, match=r"^groups: "):
+            DecodeBatch(groups)
