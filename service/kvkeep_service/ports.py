@@ -42,6 +42,15 @@ class CompressionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelsInfo:
+    """Which kernels serve, and why; not healthy when those that should serve failed a test."""
+
+    backend: Literal["torch", "triton"]
+    reason: str
+    is_healthy: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model, as every response and the version page report it."""
 
@@ -56,6 +65,7 @@ class ModelInfo:
     max_positions: int
     max_document_tokens: int
     weights_digest: str
+    kernels: KernelsInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,7 @@ class Registry:
         )
         checks: dict[str, State] = {
             "worker": "ok" if self._worker.stats().alive else "unavailable",
+            "kernels": "ok" if self._worker.model.kernels.is_healthy else "degraded",
             "metadata": metadata.state,
             "objects": objects.state,
         }

@@ -20,6 +20,7 @@ from kvkeep_service.ports import (
     AnswerEvent,
     CompressionSpec,
     DocumentSpec,
+    KernelsInfo,
     ModelInfo,
     Prepared,
     QueryRequest,
@@ -52,6 +53,7 @@ MODEL = ModelInfo(
     max_positions=1256,
     max_document_tokens=MAX_DOCUMENT_TOKENS,
     weights_digest="00" * 32,
+    kernels=KernelsInfo("torch", "a script needs none", is_healthy=True),
 )
 
 

@@ -47,6 +47,7 @@ async def show_version(_tenant: Tenant, worker: TheWorker) -> VersionView:
         device=model.device,
         dtype=model.dtype,
         max_document_tokens=model.max_document_tokens,
+        kernels=f"{model.kernels.backend} ({model.kernels.reason})",
         weights_digest=model.weights_digest,
         packages={name: found for name in _PACKAGES if (found := _version(name))},
     )

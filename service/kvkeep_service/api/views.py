@@ -286,6 +286,7 @@ class VersionView(BaseModel):
     device: str
     dtype: str
     max_document_tokens: int
+    kernels: str
     weights_digest: str
     packages: Mapping[str, str]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.attention import ragged_decode, ragged_prefill
+from kvkeep_kernels.attention import ragged_decode_batch, ragged_prefill
+from kvkeep_kernels.layout import DecodeBatch, DecodeGroup
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
 from kvkeep_service.engine.model import LanguageModel
@@ -158,13 +159,16 @@ class _DecodePass:
         for index, sequence in enumerate(sequences):
             groups.setdefault(id(sequence.context), []).append(index)
         self._groups = list(groups.values())
+        self._order = [index for members in self._groups for index in members]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, one token each. Modifies the tails."""
-        out = torch.empty_like(q)
+        groups = []
         for members in self._groups:
-            context = self._sequences[members[0]].context
-            tails = [self._sequences[m].tail.write(layer, k[m], v[m]) for m in members]
-            rows = q[members, :, 0]
-            out[members, :, 0] = ragged_decode(rows, context.layers[layer], tails, scale=scale)
+            rows = self._sequences[members[0]].context.layers[layer]
+            tails = (self._sequences[m].tail.write(layer, k[m], v[m]) for m in members)
+            groups.append(DecodeGroup(rows, tuple(tails)))
+        batch = DecodeBatch(tuple(groups))
+        out = torch.empty_like(q)
+        out[self._order, :, 0] = ragged_decode_batch(q[self._order, :, 0], batch, scale=scale)
         return out

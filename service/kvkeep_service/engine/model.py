@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvkeep_kernels.backend import backend_report
+from kvkeep_kernels.layout import KernelUnavailable
 from kvkeep_service.engine.attention import (
     ATTENTION_NAME,
     PASS_ARGUMENT,
@@ -28,7 +30,7 @@ from kvkeep_service.engine.gguf import (
 )
 from kvkeep_service.engine.template import ChatTemplate
 from kvkeep_service.errors import ModelUnavailable, ModelUnsupported
-from kvkeep_service.ports import ModelInfo
+from kvkeep_service.ports import KernelsInfo, ModelInfo
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -139,6 +141,7 @@ def load_model(
         max_positions=shape.max_positions,
         max_document_tokens=shape.max_positions - reserve_tokens,
         weights_digest=digest or _weights_digest(reference, config, directory),
+        kernels=_kernels(reference, where),
     )
     return LoadedModel(
         LanguageModel(model, shape),
@@ -219,6 +222,15 @@ def _weights_digest(reference: str, config: Any, directory: str) -> str:
         with path.open("rb") as file:
             sha.update(hashlib.file_digest(file, "sha256").digest())
     return f"sha256:{sha.hexdigest()}"
+
+
+def _kernels(reference: str, device: torch.device) -> KernelsInfo:
+    """Choose and test the kernels now: the first answer compiles, and waits for the device."""
+    try:
+        report = backend_report(device)
+    except KernelUnavailable as error:
+        raise ModelUnavailable(reference, str(error)) from error
+    return KernelsInfo(report.backend, report.reason, report.is_healthy)
 
 
 def _resolve_device(reference: str, device: str) -> torch.device:

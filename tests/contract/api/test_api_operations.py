@@ -27,7 +27,13 @@ def operations(description: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def test_a_server_with_everything_is_ready(api: ApiServer) -> None:
     response = api.client.get("/health/ready")
     assert response.status_code == 200
-    checks = {"worker": "ok", "metadata": "ok", "objects": "ok", "store": "ok"}
+    checks = {
+        "worker": "ok",
+        "kernels": "ok",
+        "metadata": "ok",
+        "objects": "ok",
+        "store": "ok",
+    }
     assert response.json() == {"status": "ok", "checks": checks}
 
 

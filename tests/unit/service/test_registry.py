@@ -136,7 +136,12 @@ async def test_a_store_that_is_away_is_named(stores: Stores, worker: ScriptedWor
     registry = Registry(
         breaking(stores, "objects", "find_store_id", ObjectsUnavailable("get", "away")), worker
     )
-    assert await registry.health() == {"worker": "ok", "metadata": "ok", "objects": "unavailable"}
+    assert await registry.health() == {
+        "worker": "ok",
+        "kernels": "ok",
+        "metadata": "ok",
+        "objects": "unavailable",
+    }
     assert (await Registry(stores, worker).health())["store"] == "ok"
     await stores.metadata.link.command("FLUSHALL")
     assert (await Registry(stores, worker).health())["store"] == "degraded"
