@@ -1,0 +1,156 @@
+"""Sweeping and reconciling go on for as long as the server runs, whatever a round of them meets."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from kvkeep_service import upkeep as upkeep_module
+from kvkeep_service.stores import Stores
+from kvkeep_service.upkeep import Upkeep
+from kvkeep_storage.errors import MetadataUnavailable, StoreMismatch
+from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.sweeper import Sweeper, SweepReport
+
+from ...support.caches import facts_for, random_rows
+from ...support.scripted_worker import ScriptedWorker
+from ...support.stores import TENANT, context_for
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_SECONDS = 60
+NOTHING = SweepReport(0, 0, 0, 0, ())
+WAITING = context_for(facts_for(random_rows()), "ctx_01")
+
+
+class Scripted(Sweeper):
+    """A sweeper whose rounds end as the test says; it tells when all of them are over."""
+
+    def __init__(self, stores: Stores, *rounds: SweepReport | Exception) -> None:
+        super().__init__(stores.objects, stores.metadata, stores.leases, 0)
+        self._rounds = list(rounds)
+        self.over = asyncio.Event()
+
+    async def run_once(self) -> SweepReport:
+        if not self._rounds:
+            self.over.set()
+            return NOTHING
+        outcome = self._rounds.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[list[Upkeep]]:
+    """What a test puts here is stopped at its end."""
+    started: list[Upkeep] = []
+    yield started
+    for one in started:
+        await one.stop()
+
+
+def start(
+    running: list[Upkeep],
+    stores: Stores,
+    sweeper: Sweeper,
+    worker: ScriptedWorker,
+    interval_seconds: float = 3600,
+) -> Upkeep:
+    upkeep = Upkeep(stores, sweeper, worker, interval_seconds=interval_seconds)
+    running.append(upkeep)
+    upkeep.start()
+    return upkeep
+
+
+async def test_the_first_sweep_is_at_the_start_and_memory_lets_go_of_what_it_freed(
+    running: list[Upkeep], stores: Stores
+) -> None:
+    expired = replace(WAITING, expires_at=time.time() - 10)
+    await stores.metadata.create_context(expired)
+    dropped: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    class Dropping(ScriptedWorker):
+        async def drop(self, tenant: str, cache_id: str) -> None:
+            dropped.put_nowait((tenant, cache_id))
+
+    sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, 0)
+    start(running, stores, sweeper, Dropping(stores))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await dropped.get() == (TENANT, expired.cache_id)
+    assert await stores.metadata.context(TENANT, expired.id) is None
+
+
+async def test_sweeping_goes_on_after_trouble_of_any_kind(
+    running: list[Upkeep], stores: Stores, worker: ScriptedWorker
+) -> None:
+    sweeper = Scripted(
+        stores,
+        MetadataUnavailable("redis", "away"),
+        StoreMismatch("a", "b"),
+        TypeError("unforeseen"),
+        SweepReport(1, 0, 0, 0, ((TENANT, "last"),)),
+    )
+    start(running, stores, sweeper, worker, interval_seconds=0)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await sweeper.over.wait()
+    assert worker.dropped == [(TENANT, "last")]
+
+
+async def test_a_forgotten_build_is_put_back_in_the_queue(
+    running: list[Upkeep], stores: Stores, worker: ScriptedWorker
+) -> None:
+    # Registered by a process that died before it could enqueue.
+    await stores.metadata.create_context(WAITING)
+    start(running, stores, Scripted(stores), worker)
+    job = await stores.jobs.claim("builder", PATIENCE_SECONDS)
+    assert job is not None
+    assert job.context_id == WAITING.id
+
+
+async def test_reconciling_goes_on_after_trouble_of_any_kind(
+    running: list[Upkeep],
+    stores: Stores,
+    worker: ScriptedWorker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(upkeep_module, "_RECONCILE_SECONDS", 0)
+    await stores.metadata.create_context(WAITING)
+    troubles: list[Exception] = [MetadataUnavailable("redis", "away"), TypeError("unforeseen")]
+
+    class Troubled(Jobs):
+        async def reconcile(self, metadata: Metadata) -> int:
+            if troubles:
+                raise troubles.pop()
+            return await super().reconcile(metadata)
+
+    troubled = replace(stores, jobs=Troubled(stores.metadata))
+    start(running, troubled, Scripted(stores), worker)
+    assert await stores.jobs.claim("builder", PATIENCE_SECONDS) is not None
+    assert troubles == []
+
+
+async def test_stopping_ends_both_loops_at_once_also_in_the_middle_of_a_sweep(
+    stores: Stores, worker: ScriptedWorker
+) -> None:
+    begun = asyncio.Event()
+
+    class Endless(Sweeper):
+        async def run_once(self) -> SweepReport:
+            begun.set()
+            await asyncio.Event().wait()
+            return NOTHING
+
+    sweeper = Endless(stores.objects, stores.metadata, stores.leases, 0)
+    upkeep = Upkeep(stores, sweeper, worker, interval_seconds=3600)
+    # Never started is stopped as well.
+    await upkeep.stop()
+    before = asyncio.all_tasks()
+    upkeep.start()
+    await begun.wait()
+    assert len(asyncio.all_tasks() - before) >= 2
+    await upkeep.stop()
+    assert asyncio.all_tasks() == before
