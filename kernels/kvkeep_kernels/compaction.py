@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kvkeep_kernels.backend import uses_triton
 from kvkeep_kernels.layout import DenseKV, RaggedKV, ShapeError
 
 
@@ -51,25 +52,25 @@ def select(scores: Tensor, protected: Tensor, ratios: Sequence[float]) -> Select
 
     Shapes: scores [layers, heads, tokens] fp32, finite where not protected; protected [tokens]
         bool. ratios ascending in (0, 1]; the last decides what is kept, the others cut bands.
-    Modifies: nothing. Ties are broken by (layer, head, position), never by memory order.
+    Modifies: nothing. Ties are broken by (layer, head, position), never by memory order. Runs on
+        the scores' device, by the same exact steps on each; the host waits for the check that
+        scores are finite, for the count of each band and head, which size the result, and for
+        ``protected`` if that is on a GPU too. Positions stay on the device, counts do not.
     Raises: ShapeError, when shapes disagree, ratios do not ascend, or a score is not finite.
     """
     num_layers, num_heads, num_tokens = scores.shape
     _check_selection(scores, protected, ratios)
-    free = torch.nonzero(~protected).flatten()
-    eligible = scores.float()[:, :, free].flatten(0, 1)  # [layers * heads, free tokens]
-    total_heads, num_free = eligible.shape
+    free = torch.nonzero(~protected).flatten().to(scores.device)
+    # Adding zero turns -0.0 into 0.0: a radix sort may tell them apart, the order must not.
+    eligible = scores.float()[:, :, free].flatten() + 0.0
+    total_heads, num_free = num_layers * num_heads, len(free)
     if num_free == 0:
-        return keep_all(num_layers, num_heads, num_tokens, int(protected.sum()))
-    order = torch.sort(eligible.flatten(), descending=True, stable=True).indices
-    # Not argmax, which promises no rule for ties: a head's best is its first in the stable order.
-    best = _first_per_head(order, num_free, total_heads)
-    is_floor = torch.zeros(total_heads * num_free, dtype=torch.bool, device=scores.device)
-    is_floor[best] = True
-    order = torch.cat([order[is_floor[order]], order[~is_floor[order]]])
+        return keep_all(num_layers, num_heads, num_tokens, len(protected))
+    order = torch.sort(eligible, descending=True, stable=True).indices
+    order = _floors_first(order, num_free, total_heads)
     limits = [kept_count(ratio, total_heads, num_free) for ratio in ratios]
-    kept = order[: limits[-1]]
-    return _banded(kept, limits, tuple(ratios), scores.shape, free, protected)
+    fixed = torch.nonzero(protected).flatten().to(scores.device)
+    return _banded(order[: limits[-1]], limits, tuple(ratios), scores.shape, free, fixed)
 
 
 def keep_all(num_layers: int, num_heads: int, num_tokens: int, num_protected: int) -> Selection:
@@ -85,21 +86,25 @@ def compact(cache: DenseKV, positions: Tensor, length: Tensor) -> RaggedKV:
 
     Shapes: cache.k [num_kv_heads, tokens, head_dim]; positions [rows] as in ``Selection``;
         length [num_kv_heads], rows of each head. Returns new buffers that alias nothing.
+    The host waits for ``length`` only where that is on a GPU, and for the check of the result.
+    A position outside the cache is an error on a CPU and a row of NaN on a GPU.
     Raises: ShapeError, when the lengths do not add up to the positions.
     """
     num_kv_heads, _, _ = cache.k.shape
     if length.shape != (num_kv_heads,) or int(length.sum()) != len(positions):
         raise ShapeError("length", length.tolist(), f"{num_kv_heads} adding to {len(positions)}")
     device = cache.k.device
-    head = torch.repeat_interleave(torch.arange(num_kv_heads), length.cpu().long()).to(device)
-    where = positions.to(device)
-    start = torch.cumsum(length, dim=0) - length
-    return RaggedKV(
-        cache.k[head, where],
-        cache.v[head, where],
-        start.to(device=device, dtype=torch.int32),
-        length.to(device=device, dtype=torch.int32),
-    )
+    where, rows = positions.to(device), length.to(device=device, dtype=torch.int32)
+    if uses_triton(device):
+        from kvkeep_kernels._triton import compaction
+
+        k, v = compaction.gather(cache, where, rows)
+    else:
+        heads = torch.arange(num_kv_heads, device=device)
+        head = torch.repeat_interleave(heads, rows, output_size=len(where))
+        k, v = cache.k[head, where], cache.v[head, where]
+    start = torch.cumsum(rows, dim=0, dtype=torch.int32) - rows
+    return RaggedKV(k, v, start, rows)
 
 
 def _check_selection(scores: Tensor, protected: Tensor, ratios: Sequence[float]) -> None:
@@ -112,12 +117,21 @@ def _check_selection(scores: Tensor, protected: Tensor, ratios: Sequence[float])
         raise ShapeError("scores", "a value that is not finite", "finite unprotected scores")
 
 
-def _first_per_head(order: Tensor, num_free: int, total_heads: int) -> Tensor:
-    """Flat index of each head's first entry in ``order``. Returns [total_heads]."""
+def _floors_first(order: Tensor, num_free: int, total_heads: int) -> Tensor:
+    """The same flat indices with each head's first one in front, both parts in their order."""
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
-    first_rank = rank.reshape(total_heads, num_free).amin(dim=1)
-    return order[first_rank]
+    # Not argmax, which promises no rule for ties: a head's best is its first in the stable order.
+    floor_rank = torch.sort(rank.reshape(total_heads, num_free).amin(dim=1)).values
+    is_floor = torch.zeros(len(order), dtype=torch.bool, device=order.device)
+    is_floor[floor_rank] = True
+    # Scattered and not selected by the mask, since a mask's size would have to reach the host.
+    floors_upto = torch.cumsum(is_floor, dim=0)
+    rank = torch.arange(total_heads, total_heads + len(order), device=order.device) - floors_upto
+    rank[floor_rank] = torch.arange(total_heads, device=order.device)
+    out = torch.empty_like(order)
+    out[rank] = order
+    return out
 
 
 def _banded(
@@ -126,7 +140,7 @@ def _banded(
     ratios: tuple[float, ...],
     shape: torch.Size,
     free: Tensor,
-    protected: Tensor,
+    fixed: Tensor,
 ) -> Selection:
     """Turn ranked flat indices into per-layer positions and per-band counts."""
     num_layers, num_heads, _ = shape
@@ -134,21 +148,20 @@ def _banded(
     head_of = kept // num_free
     rank = torch.arange(len(kept), device=kept.device)
     band_of = torch.searchsorted(torch.tensor(limits, device=kept.device), rank, right=True)
-    counts = torch.bincount(band_of * total_heads + head_of, minlength=len(limits) * total_heads)
-    counts = counts.reshape(len(limits), num_layers, num_heads)
-    fixed = torch.nonzero(protected).flatten()
-    counts[0] += len(fixed)
+    cells = torch.zeros(len(limits) * total_heads, dtype=torch.int64, device=kept.device)
+    # Not bincount, which asks the device for the largest index.
+    cells.index_add_(0, band_of * total_heads + head_of, torch.ones_like(head_of))
+    counts = cells.cpu().reshape(len(limits), num_layers, num_heads)
     by_head = torch.sort(head_of, stable=True).indices
-    ranked = torch.split(
-        free[kept[by_head] % num_free], torch.bincount(head_of, minlength=total_heads).tolist()
-    )
+    ranked = torch.split(free[kept[by_head] % num_free], counts.sum(dim=0).flatten().tolist())
     positions = []
     for layer in range(num_layers):
         runs = ranked[layer * num_heads : (layer + 1) * num_heads]
         positions.append(torch.cat([rows for run in runs for rows in (fixed, run)]))
+    counts[0] += len(fixed)
     return Selection(
         tuple(positions),
-        counts.to(device="cpu", dtype=torch.int32),
+        counts.to(dtype=torch.int32),
         ratios,
         len(fixed),
         len(kept),

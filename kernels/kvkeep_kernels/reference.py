@@ -5,6 +5,7 @@ Nothing here shares code with the paths it checks.
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +49,22 @@ def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float)
     return torch.stack(rows, dim=1)
 
 
+def row_lse(
+    q: Tensor, k_prefix: Tensor, k_chunk: Tensor, k_repeat: Tensor, *, scale: float
+) -> Tensor:
+    """Oracle of ``scoring.row_lse``, one row at a time; same shapes, returns fp32."""
+    num_q_heads, rows, _ = q.shape
+    group_size = num_q_heads // k_chunk.shape[0]
+    lse = torch.empty(num_q_heads, rows)
+    for q_head in range(num_q_heads):
+        head = q_head // group_size
+        for row in range(rows):
+            own = k_repeat[head, : k_repeat.shape[1] - rows + row + 1]
+            keys = torch.cat([k_prefix[head], k_chunk[head], own]).float()
+            lse[q_head, row] = torch.logsumexp(keys @ q[q_head, row].float() * scale, dim=0)
+    return lse
+
+
 def chunk_max_attention(
     q: Tensor, k_prefix: Tensor, k_chunk: Tensor, k_repeat: Tensor, *, scale: float
 ) -> Tensor:
@@ -67,6 +84,36 @@ def chunk_max_attention(
     weights = torch.softmax(logits, dim=-1)
     columns = weights[..., k_prefix.shape[1] : first_repeat]
     return columns.amax(dim=(1, 2))
+
+
+def column_reduce(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    first_query: Tensor,
+    last_query: Tensor,
+    op: Literal["max", "logsum"],
+    *,
+    scale: float,
+) -> Tensor:
+    """Oracle of ``scoring.column_reduce``, one column of one query head at a time, in fp64.
+
+    Shapes as there, both bounds given. Returns [num_kv_heads, columns] fp64.
+    """
+    num_q_heads, rows, _ = q.shape
+    num_kv_heads, columns, _ = k.shape
+    received = torch.full((num_q_heads, columns), -math.inf, dtype=torch.float64)
+    for q_head in range(num_q_heads):
+        head = q_head // (num_q_heads // num_kv_heads)
+        for column in range(columns):
+            seen = range(rows)[max(0, int(first_query[column])) : max(0, int(last_query[column]))]
+            if seen:
+                logits = q[q_head, seen].double() @ k[head, column].double() * scale
+                weights = torch.exp(logits - lse[q_head, seen].double())
+                value = weights.max() if op == "max" else weights.sum()
+                received[q_head, column] = torch.log(value)
+    grouped: Tensor = received.unflatten(0, (num_kv_heads, -1))
+    return grouped.amax(dim=1)
 
 
 def total_order(scores: Tensor, protected: Tensor) -> list[tuple[int, int, int]]:

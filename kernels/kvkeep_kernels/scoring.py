@@ -2,17 +2,22 @@
 
 Two passes, so that the [rows, columns] matrix never exists as a whole: first each row's
 log-sum-exp over prefix, chunk and causal repeat columns, then each chunk column's maximum of
-``s - lse``. Sums and scores are fp32: bf16 scores tie in great numbers, and tied rows are kept
-in index order instead of by importance.
+``s - lse``, which is one case of ``column_reduce``. Sums and scores are fp32: bf16 scores tie in
+great numbers, and tied rows are kept in index order instead of by importance.
 
 Source: arXiv 2505.23416, section 3; the exponential is taken once per column, since
 max exp(x) = exp(max x).
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from kvkeep_kernels.backend import uses_triton
 from kvkeep_kernels.layout import ShapeError
+
+Reduction = Literal["max", "logsum"]
 
 TILE_ROWS = 512
 """Query rows of one head and group member per tile: bounds scratch to 512 x columns floats."""
@@ -26,16 +31,29 @@ def row_lse(
     Shapes: q [num_q_heads, rows, head_dim], the newest rows of the repeat input; k_prefix,
         k_chunk [num_kv_heads, tokens, head_dim]; k_repeat [num_kv_heads, repeat_tokens,
         head_dim], whose last ``rows`` tokens are the rows of q.
-    Dtypes: any of bf16 | fp16 | fp32. Returns [num_q_heads, rows] fp32. Modifies: nothing.
+    Dtypes: alike (bf16 | fp16 | fp32). Returns [num_q_heads, rows] fp32. Modifies: nothing.
     Raises: ShapeError.
     """
-    num_kv_heads, rows = k_chunk.shape[0], q.shape[1]
-    _check(q, k_chunk, k_repeat)
-    earlier = k_repeat.shape[1] - rows
-    grouped = q.unflatten(0, (num_kv_heads, -1))
+    rows, earlier = q.shape[1], k_repeat.shape[1] - q.shape[1]
+    for k in (k_prefix, k_chunk, k_repeat):
+        _check(q, k)
+        if len(k) != len(k_chunk):
+            raise ShapeError("keys heads", len(k), f"{len(k_chunk)}, those of k_chunk")
+    if earlier < 0:
+        raise ShapeError("k_repeat tokens", k_repeat.shape[1], f"at least {rows}")
+    if uses_triton(q.device):
+        from kvkeep_kernels._triton import scoring
+
+        return scoring.row_lse(q, k_prefix, k_chunk, k_repeat, scale=scale)
+    whole = torch.cat([k_prefix, k_chunk, k_repeat[:, :earlier]], dim=1)
+    return _row_lse_tiled(q, whole.float(), k_repeat[:, earlier:].float(), scale)
+
+
+def _row_lse_tiled(q: Tensor, whole: Tensor, own: Tensor, scale: float) -> Tensor:
+    """Over fp32 keys that every row sees, and the rows' own, which they see causally."""
+    rows = q.shape[1]
+    grouped = q.unflatten(0, (len(own), -1))
     out = torch.empty(grouped.shape[:3], device=q.device)
-    whole = torch.cat([k_prefix, k_chunk, k_repeat[:, :earlier]], dim=1).float()
-    own = k_repeat[:, earlier:].float()
     for first in range(0, rows, TILE_ROWS):
         last = min(first + TILE_ROWS, rows)
         tile = grouped[:, :, first:last].float() * scale
@@ -58,20 +76,77 @@ def chunk_max_attention(q: Tensor, k_chunk: Tensor, lse: Tensor, *, scale: float
         ``torch.maximum`` of the results.
     Raises: ShapeError.
     """
-    num_kv_heads = k_chunk.shape[0]
-    _check(q, k_chunk, q)
-    if lse.shape != q.shape[:2]:
-        raise ShapeError("lse", tuple(lse.shape), tuple(q.shape[:2]))
+    return column_reduce(q, k_chunk, lse, None, None, "max", scale=scale).exp_()
+
+
+def column_reduce(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    first_query: Tensor | None,
+    last_query: Tensor | None,
+    op: Reduction,
+    *,
+    scale: float,
+) -> Tensor:
+    """What each key column receives from the query rows of its window, as a logarithm.
+
+    Entry d of column t weighs ``exp(scale * q[d] . k[t] - lse[d])``. "max" is the log of the
+    highest weight over rows and query group; "logsum" the log of each query head's sum over
+    rows, and of those the group's highest.
+
+    Shapes: q [num_q_heads, rows, head_dim]; k [num_kv_heads, columns, head_dim]; lse
+        [num_q_heads, rows], each row's log-sum-exp; first_query, last_query [columns] int32 or
+        int64: column t sees the rows ``first_query[t] <= d < last_query[t]``, bounds outside
+        the rows allowed; None is from the first row on, or to the last.
+    Dtypes: q, k alike (bf16 | fp16 | fp32); sums in fp32. Returns [num_kv_heads, columns] fp32,
+        -inf for a column whose window is empty; NaN goes in and comes out.
+    Modifies: nothing. Launches asynchronously on a GPU.
+    Raises: ShapeError.
+    """
+    if op not in ("max", "logsum"):
+        raise ShapeError("op", op, "max or logsum")
+    _check(q, k)
+    _check_norm(q, lse)
+    _check_bound("first_query", first_query, k)
+    _check_bound("last_query", last_query, k)
+    if uses_triton(q.device):
+        from kvkeep_kernels._triton import scoring
+
+        return scoring.column_reduce(q, k, lse, first_query, last_query, op, scale=scale)
+    return _column_reduce_tiled(q, k, lse, first_query, last_query, op, scale)
+
+
+def _column_reduce_tiled(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    first_query: Tensor | None,
+    last_query: Tensor | None,
+    op: Reduction,
+    scale: float,
+) -> Tensor:
+    num_kv_heads = k.shape[0]
     grouped = q.unflatten(0, (num_kv_heads, -1))
     row_norm = lse.float().unflatten(0, (num_kv_heads, -1))
-    keys = k_chunk.float()
-    best = torch.full(k_chunk.shape[:2], -torch.inf, device=q.device)
+    keys = k.float()
+    # [heads, group or 1, columns]: a maximum needs no place of its own for every member.
+    members = 1 if op == "max" else grouped.shape[1]
+    received = torch.full((num_kv_heads, members, k.shape[1]), -torch.inf, device=q.device)
     for first in range(0, q.shape[1], TILE_ROWS):
         tile = slice(first, first + TILE_ROWS)
         logits = _logits(grouped[:, :, tile].float() * scale, keys)
         logits -= row_norm[:, :, tile, None]
-        torch.maximum(best, logits.amax(dim=(1, 2)), out=best)
-    return best.exp_()
+        row = torch.arange(first, first + logits.shape[2], device=q.device)[:, None]
+        if first_query is not None:
+            logits.masked_fill_(row < first_query, -torch.inf)
+        if last_query is not None:
+            logits.masked_fill_(row >= last_query, -torch.inf)
+        if op == "max":
+            torch.maximum(received, logits.amax(dim=(1, 2), keepdim=True)[:, 0], out=received)
+        else:
+            torch.logaddexp(received, torch.logsumexp(logits, dim=2), out=received)
+    return received.amax(dim=1)
 
 
 def _logits(rows: Tensor, keys: Tensor) -> Tensor:
@@ -81,10 +156,25 @@ def _logits(rows: Tensor, keys: Tensor) -> Tensor:
     return flat.reshape(heads, group, tokens, keys.shape[1])
 
 
-def _check(q: Tensor, k_chunk: Tensor, k_repeat: Tensor) -> None:
-    if q.shape[0] % k_chunk.shape[0] or q.shape[2] != k_chunk.shape[2]:
-        raise ShapeError(
-            "q", tuple(q.shape), f"heads and head_dim of k_chunk {tuple(k_chunk.shape)}"
-        )
-    if k_repeat.shape[1] < q.shape[1]:
-        raise ShapeError("k_repeat tokens", k_repeat.shape[1], f"at least {q.shape[1]}")
+def _check(q: Tensor, k: Tensor) -> None:
+    if q.shape[0] % k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ShapeError("q", tuple(q.shape), f"heads and head_dim of keys {tuple(k.shape)}")
+    # A kernel reads by address: whatever else it were handed, it would take for these.
+    if (q.dtype, q.device) != (k.dtype, k.device):
+        raise ShapeError("q", (q.dtype, q.device), (k.dtype, k.device))
+
+
+def _check_norm(q: Tensor, lse: Tensor) -> None:
+    if lse.shape != q.shape[:2]:
+        raise ShapeError("lse", tuple(lse.shape), tuple(q.shape[:2]))
+    if lse.device != q.device:
+        raise ShapeError("lse", lse.device, q.device)
+
+
+def _check_bound(name: str, bound: Tensor | None, k: Tensor) -> None:
+    if bound is None:
+        return
+    if bound.shape != k.shape[1:2] or bound.dtype not in (torch.int32, torch.int64):
+        raise ShapeError(name, (tuple(bound.shape), bound.dtype), f"{k.shape[1]} int32 or int64")
+    if bound.device != k.device:
+        raise ShapeError(name, bound.device, k.device)

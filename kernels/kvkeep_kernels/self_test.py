@@ -77,9 +77,42 @@ def _probe_prefill(device: torch.device) -> None:
     _compare(out, reference.ragged_prefill(q, context, tail, scale=_SCALE))
 
 
+def _probe_scoring(device: torch.device) -> None:
+    from kvkeep_kernels._triton import scoring
+
+    values = _Values(device)
+    prefix, chunk, repeat = (values.normal(_HEADS, n, _HEAD_DIM) for n in (5, 70, 30))
+    q = values.normal(_HEADS * _GROUP_SIZE, 20, _HEAD_DIM)
+    lse = scoring.row_lse(q, prefix, chunk, repeat, scale=_SCALE)
+    expected = reference.row_lse(*(part.cpu() for part in (q, prefix, chunk, repeat)), scale=_SCALE)
+    _compare(lse.cpu(), expected)
+    own = (q.cpu(), chunk.cpu(), lse.cpu())
+    first, last = torch.arange(70) // 4, torch.full((70,), 20)
+    highest = scoring.column_reduce(q, chunk, lse, None, None, "max", scale=_SCALE)
+    expected = reference.column_reduce(*own, first * 0, last, "max", scale=_SCALE)
+    _compare(highest.cpu(), expected)
+    summed = scoring.column_reduce(q, chunk, lse, first.to(device), None, "logsum", scale=_SCALE)
+    expected = reference.column_reduce(*own, first, last, "logsum", scale=_SCALE)
+    _compare(summed.cpu(), expected)
+
+
+def _probe_gather(device: torch.device) -> None:
+    from kvkeep_kernels._triton import compaction
+
+    values = _Values(device)
+    cache, length = values.tail(40), torch.tensor([30, 0, 5], dtype=torch.int32)
+    position = torch.arange(35) * 7 % 40
+    head = torch.repeat_interleave(torch.arange(_HEADS), length)
+    k, v = compaction.gather(cache, position.to(device), length.to(device))
+    _compare(k.cpu(), cache.k.cpu()[head, position].float())
+    _compare(v.cpu(), cache.v.cpu()[head, position].float())
+
+
 PROBES: dict[str, Callable[[torch.device], None]] = {
     "ragged_decode": _probe_decode,
     "ragged_prefill": _probe_prefill,
+    "column_reduce": _probe_scoring,
+    "compact": _probe_gather,
 }
 """Every operation with a Triton kernel: raises when the device does not compute it."""
 

@@ -60,6 +60,13 @@ def test_massive_ties_keep_the_exact_count_in_layer_head_position_order() -> Non
     assert selection.counts[0].flatten().tolist() == [100, 18, 1, 1]
 
 
+def test_zeros_of_either_sign_are_one_score() -> None:
+    scores = torch.zeros(1, 2, 8)
+    scores[0, 0, ::2] = -0.0
+    selection = select(scores, torch.zeros(8, dtype=torch.bool), (1.0,))
+    assert selection.positions[0].tolist() == [*range(8), *range(8)]
+
+
 def test_rows_stand_in_order_of_importance_behind_the_protected_ones() -> None:
     scores = torch.tensor([[[0.9, 0.1, 0.5, 0.7, 0.2]]])
     protected = torch.tensor([False, True, False, False, True])

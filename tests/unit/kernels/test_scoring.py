@@ -1,4 +1,4 @@
-"""KVzip's score equals the whole-matrix oracle, however its rows are sliced."""
+"""KVzip's score and the column reduction equal their oracles, however rows are sliced."""
 
 import pytest
 import torch
@@ -7,6 +7,10 @@ from hypothesis import strategies as st
 
 from kvkeep_kernels import reference, scoring
 from kvkeep_kernels.layout import ShapeError
+
+from .column_cases import column_case
+
+OPS = ("max", "logsum")
 
 
 def score(q: torch.Tensor, prefix: torch.Tensor, chunk: torch.Tensor, repeat: torch.Tensor):
@@ -68,3 +72,130 @@ def test_a_log_sum_exp_of_other_rows_is_refused() -> None:
     chunk = torch.randn(1, 4, 64)
     with pytest.raises(ShapeError, match=r"^lse: "):
         scoring.chunk_max_attention(torch.randn(2, 3, 64), chunk, torch.zeros(2, 4), scale=1.0)
+
+
+@settings(max_examples=20)
+@given(
+    group_size=st.integers(1, 4),
+    sizes=st.tuples(st.sampled_from([1, 3, 33]), st.sampled_from([1, 20, 33])),
+    earlier=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_rows_late_in_the_repeat_input_see_all_before_them(
+    group_size: int, sizes: tuple[int, int], earlier: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rows, chunk = sizes
+    prefix, keys, repeat = (torch.randn(2, size, 64) for size in (3, chunk, earlier + rows))
+    q = torch.randn(2 * group_size, rows, 64)
+    found = scoring.row_lse(q, prefix, keys, repeat, scale=0.125)
+    torch.testing.assert_close(found, reference.row_lse(q, prefix, keys, repeat, scale=0.125))
+
+
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=30)
+@given(
+    heads=st.integers(1, 3),
+    group_size=st.integers(1, 4),
+    rows=st.sampled_from([1, 2, 17, 30]),
+    columns=st.sampled_from([1, 5, 30]),
+    window=st.sampled_from([None, 0, 1, 7, 29]),
+    documents=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_the_column_reduction_equals_the_oracle(
+    op: scoring.Reduction,
+    heads: int,
+    group_size: int,
+    rows: int,
+    columns: int,
+    window: int | None,
+    documents: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    case = column_case(heads, group_size, rows, columns, window=window, documents=documents)
+    torch.testing.assert_close(case.reduced(op), case.expected(op), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tile_rows", [1, 7, 64])
+def test_tiles_of_the_column_reduction_change_nothing_but_rounding(
+    op: scoring.Reduction, tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(11)
+    monkeypatch.setattr(scoring, "TILE_ROWS", tile_rows)
+    case = column_case(2, 3, 31, 31, window=4, documents=2)
+    torch.testing.assert_close(case.reduced(op), case.expected(op), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_wrong_column_reduction_is_told_apart(op: scoring.Reduction) -> None:
+    torch.manual_seed(12)
+    case = column_case(2, 2, 40, 40, window=5, documents=2)
+    found = case.reduced(op)
+    torch.testing.assert_close(found, case.expected(op), rtol=1e-4, atol=1e-4)
+    for name, wrong in case.mutants(op).items():
+        assert not torch.allclose(found, wrong, rtol=1e-2, atol=1e-2), name
+
+
+def test_kvzips_score_is_the_unbounded_maximum() -> None:
+    torch.manual_seed(13)
+    case = column_case(2, 3, 20, 30)
+    found = scoring.chunk_max_attention(case.q, case.k, case.lse, scale=case.scale)
+    assert torch.equal(found, case.reduced("max").exp())
+
+
+def test_a_column_that_nobody_sees_has_no_logarithm_but_no_nan_either() -> None:
+    case = column_case(1, 2, 8, 8, window=3)
+    for op in OPS:
+        found = case.reduced(op)
+        assert torch.isneginf(found[:, 5:]).all()
+        assert torch.isfinite(found[:, :5]).all()
+
+
+def test_a_sum_too_small_for_fp32_keeps_its_logarithm() -> None:
+    case = column_case(1, 1, 4, 4)
+    far = type(case)(case.q, case.k, case.lse + 300.0, None, None, case.scale)
+    torch.testing.assert_close(far.reduced("logsum"), case.reduced("logsum") - 300.0)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_key_that_is_not_a_number_never_gets_a_score(op: scoring.Reduction) -> None:
+    case = column_case(2, 2, 8, 8)
+    case.k[1, 3, 5] = torch.nan
+    broken = torch.zeros(2, 8, dtype=torch.bool)
+    broken[1, 3] = True
+    assert torch.equal(case.reduced(op).isnan(), broken)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"first_query": torch.zeros(3, dtype=torch.int32)}, "first_query"),
+        ({"last_query": torch.zeros(4)}, "last_query"),
+        ({"k": torch.zeros(1, 4, 64, dtype=torch.bfloat16)}, "q"),
+        ({"k": torch.zeros(1, 4, 32)}, "q"),
+        ({"lse": torch.zeros(2, 4)}, "lse"),
+        ({"op": "mean"}, "op"),
+    ],
+    ids=["bound length", "bound dtype", "key dtype", "key width", "lse rows", "operation"],
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(changed: dict[str, object], name: str) -> None:
+    inputs = {
+        "q": torch.zeros(2, 3, 64),
+        "k": torch.zeros(1, 4, 64),
+        "lse": torch.zeros(2, 3),
+        "first_query": None,
+        "last_query": None,
+        "op": "max",
+        **changed,
+    }
+    with pytest.raises(ShapeError, match=rf"^{name}: "):
+        scoring.column_reduce(**inputs, scale=1.0)
+
+
+def test_keys_of_another_number_of_heads_are_refused() -> None:
+    q, keys = torch.zeros(6, 2, 64), torch.zeros(2, 4, 64)
+    with pytest.raises(ShapeError, match=r"^keys heads: "):
+        scoring.row_lse(q, torch.zeros(3, 4, 64), keys, keys, scale=1.0)
