@@ -42,19 +42,8 @@ def gather(cache: DenseKV, positions: Tensor, length: Tensor) -> tuple[Tensor, T
     block_rows = rows_per_program(head_dim)
     with torch.cuda.device_of(k):
         gather_kernel[(triton.cdiv(rows, block_rows),)](
-            k,
-            v,
-            positions.contiguous(),
-            torch.cumsum(length, dim=0, dtype=torch.int32),
-            k_out,
-            v_out,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            tokens,
-            rows,
-            num_kv_heads,
+            *(k, v, positions.contiguous(), torch.cumsum(length, dim=0, dtype=torch.int32)),
+            *(k_out, v_out, *k.stride()[:2], *v.stride()[:2], tokens, rows, num_kv_heads),
             HEADS=triton.next_power_of_2(num_kv_heads),
             HEAD_DIM=head_dim,
             BLOCK_DIM=triton.next_power_of_2(head_dim),

@@ -55,21 +55,10 @@ def row_lse(
     grid = (triton.cdiv(rows * group_size, tile.owned), num_kv_heads)
     with torch.cuda.device_of(q):
         row_lse_kernel[grid](
-            q,
-            k_prefix,
-            k_chunk,
-            k_repeat,
-            lse,
-            *_row_strides(q),
-            *_row_strides(k_prefix),
-            *_row_strides(k_chunk),
-            *_row_strides(k_repeat),
-            rows,
-            group_size,
-            k_prefix.shape[1],
-            k_chunk.shape[1],
-            k_repeat.shape[1],
-            scale,
+            *(q, k_prefix, k_chunk, k_repeat, lse),
+            *(*_strides(q), *_strides(k_prefix), *_strides(k_chunk), *_strides(k_repeat)),
+            *(rows, group_size),
+            *(k_prefix.shape[1], k_chunk.shape[1], k_repeat.shape[1], scale),
             HEAD_DIM=head_dim,
             BLOCK_DIM=triton.next_power_of_2(head_dim),
             BLOCK_ROWS=tile.owned,
@@ -102,18 +91,9 @@ def column_reduce(
     grid = (triton.cdiv(columns, tile.owned), num_kv_heads)
     with torch.cuda.device_of(q):
         column_reduce_kernel[grid](
-            q,
-            k,
-            lse.float().contiguous(),
-            first_query,
-            last_query,
-            out,
-            *_row_strides(q),
-            *_row_strides(k),
-            rows,
-            columns,
-            num_q_heads // num_kv_heads,
-            scale,
+            *(q, k, lse.float().contiguous(), first_query, last_query, out),
+            *(*_strides(q), *_strides(k)),
+            *(rows, columns, num_q_heads // num_kv_heads, scale),
             IS_LOGSUM=op == "logsum",
             HEAD_DIM=head_dim,
             BLOCK_DIM=triton.next_power_of_2(head_dim),
@@ -133,7 +113,7 @@ def _bounds(given: Tensor | None, default: int, q: Tensor, k: Tensor) -> Tensor:
     return given.clamp(0, rows).to(torch.int32).contiguous()
 
 
-def _row_strides(x: Tensor) -> tuple[int, int]:
+def _strides(x: Tensor) -> tuple[int, int]:
     return x.stride(0), x.stride(1)
 
 
@@ -271,40 +251,44 @@ def row_lse_kernel(
     )
     peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     mass = tl.full([BLOCK_ROWS], 0.0, tl.float32)
-    everything = tl.full([BLOCK_ROWS], 0, tl.int32)
-    peak, mass = _add_keys(
-        queries,
-        peak,
-        mass,
-        k_prefix + head * prefix_head_stride,
-        prefix_row_stride,
-        everything + prefix_tokens,
-        scale,
-        HEAD_DIM,
-        BLOCK_DIM,
-        BLOCK_KEYS,
-    )
-    peak, mass = _add_keys(
-        queries,
-        peak,
-        mass,
-        k_chunk + head * chunk_head_stride,
-        chunk_row_stride,
-        everything + chunk_tokens,
-        scale,
-        HEAD_DIM,
-        BLOCK_DIM,
-        BLOCK_KEYS,
-    )
+    nothing = tl.full([BLOCK_ROWS], 0, tl.int32)
+    prefix = k_prefix + head * prefix_head_stride
+    chunk = k_chunk + head * chunk_head_stride
+    repeat = k_repeat + head * repeat_head_stride
+    all_prefix, all_chunk = nothing + prefix_tokens, nothing + chunk_tokens
     # Row r is token (repeat_tokens - rows + r) of the repeat input and sees itself.
-    visible = tl.minimum(repeat_tokens - rows + row + 1, repeat_tokens)
+    causal = tl.minimum(repeat_tokens - rows + row + 1, repeat_tokens)
     peak, mass = _add_keys(
         queries,
         peak,
         mass,
-        k_repeat + head * repeat_head_stride,
+        prefix,
+        prefix_row_stride,
+        all_prefix,
+        scale,
+        HEAD_DIM,
+        BLOCK_DIM,
+        BLOCK_KEYS,
+    )
+    peak, mass = _add_keys(
+        queries,
+        peak,
+        mass,
+        chunk,
+        chunk_row_stride,
+        all_chunk,
+        scale,
+        HEAD_DIM,
+        BLOCK_DIM,
+        BLOCK_KEYS,
+    )
+    peak, mass = _add_keys(
+        queries,
+        peak,
+        mass,
+        repeat,
         repeat_row_stride,
-        visible,
+        causal,
         scale,
         HEAD_DIM,
         BLOCK_DIM,

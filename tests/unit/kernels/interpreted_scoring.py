@@ -187,7 +187,7 @@ def test_a_mutated_column_reduction_is_caught(
 
 
 ROW_MUTANTS = {
-    "prefix-forgotten": ("everything + prefix_tokens", "everything"),
+    "prefix-forgotten": ("nothing + prefix_tokens", "nothing"),
     "chunk-twice": ("k_prefix + head * prefix_head_stride", "k_chunk + head * chunk_head_stride"),
     "future-seen": ("- rows + row + 1, repeat", "- rows + row + 2, repeat"),
     "own-row-unseen": ("- rows + row + 1, repeat", "- rows + row, repeat"),
