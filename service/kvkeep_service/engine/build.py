@@ -162,7 +162,8 @@ def _selection(
         except StopIteration as finished:
             scores: Tensor = finished.value
             break
-    whole = torch.zeros(shape.num_layers, shape.num_kv_heads, document.num_tokens)
+    size = (shape.num_layers, shape.num_kv_heads, document.num_tokens)
+    whole = torch.zeros(size, device=scores.device)
     whole[:, :, num_prefix:] = scores
     protected = torch.ones(document.num_tokens, dtype=torch.bool)
     protected[num_prefix:] = document.protected

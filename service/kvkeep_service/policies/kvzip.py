@@ -103,7 +103,7 @@ class KVzip:
             repeat = _RepeatPass(model, cache, document, chunk, self._scoring, scores)
             for done in _forward_in_slices(model, ids, document.num_tokens, repeat):
                 yield (chunk.start + len(chunk) * done) / total
-        return scores.cpu()
+        return scores
 
 
 class _RepeatPass:
