@@ -40,8 +40,10 @@ def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
         if head_dim > 128:
             return TileShape(16, 16, 4, 1)
         return TileShape(32, 32 if head_dim <= 64 else 16, 8, 1)
-    block_n = 4096 // max(64, triton.next_power_of_2(head_dim))
-    return TileShape(64, block_n, 8 if head_dim > 128 else 4, 4)
+    block_d = max(64, triton.next_power_of_2(head_dim))
+    # A width that is no power of two costs masks, which sm_80 has registers for at one step less.
+    num_stages = 4 if block_d == head_dim else 3
+    return TileShape(64, 4096 // block_d, 8 if head_dim > 128 else 4, num_stages)
 
 
 @triton.jit

@@ -38,6 +38,7 @@ def sizes(head_dim: int, block_m: int) -> dict[str, object]:
 CONFIGURATIONS = [
     *((target, torch.bfloat16, width, None) for target in TARGETS for width in (64, 128, 256)),
     *((target, torch.bfloat16, 128, 16) for target in TARGETS),
+    ("sm_80", torch.bfloat16, 96, None),
     *(
         (target, torch.float32, width, None)
         for target in ("sm_80", "sm_90")
