@@ -39,7 +39,7 @@ def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
     if dtype == torch.float32:
         if head_dim > 128:
             return TileShape(16, 16, 4, 1)
-        return TileShape(32, 32 if head_dim <= 64 else 16, 8, 1)
+        return TileShape(32, 16, 4 if head_dim <= 64 else 8, 1)
     block_d = max(64, triton.next_power_of_2(head_dim))
     # A width that is no power of two costs masks, which sm_80 has registers for at one step less.
     num_stages = 4 if block_d == head_dim else 3

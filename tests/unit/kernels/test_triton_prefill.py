@@ -32,7 +32,7 @@ def test_the_interpreted_kernels_equal_the_oracle() -> None:
 CONFIGURATIONS = [
     *((target, torch.bfloat16, width) for target in TARGETS for width in (128, 256)),
     ("sm_80", torch.bfloat16, 96),
-    *((target, torch.float32, 256) for target in ("sm_80", "sm_90")),
+    *((target, torch.float32, width) for target in ("sm_80", "sm_90") for width in (64, 256)),
 ]
 
 
