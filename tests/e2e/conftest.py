@@ -17,7 +17,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     data = tmp_path_factory.mktemp("shared") / "data"
-    # One thread: a model this small only loses by sharing its work out. A sweeper that spares
-    # nothing for its youth runs all the time, and must not touch anything that is in use.
+    # One thread: a model this small only loses by sharing its work out. A sweeper runs
+    # all the time, and must not touch anything that is in use.
     with Server(data, model=tiny_model, threads=1, **EAGER_SWEEPS) as running:
         yield running

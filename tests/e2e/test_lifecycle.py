@@ -13,7 +13,7 @@ import pytest
 from kvkeep_client import ContextNotFound, KVKeep
 
 from ..support.documents import contract
-from ..support.server import Server, eventually, server_environment, start_command
+from ..support.server import START_SECONDS, Server, eventually, server_environment, start_command
 
 pytestmark = pytest.mark.e2e
 
@@ -24,6 +24,7 @@ QUESTION = "Who pays?"
 class Refusal:
     """How a command ended that was not to succeed."""
 
+    data: Path
     exit_code: int
     said: str
 
@@ -133,7 +134,7 @@ def test_an_expired_context_is_swept_with_its_document_and_cache(server: Server)
     before = set(server.generations())
     marker = "Probefahrtversicherung"
     text = f"{contract('To expire', 30)} {marker}"
-    in_time = {"anchor": "created_at", "seconds": 2}
+    in_time = {"anchor": "created_at", "seconds": 1}
     expiring = server.register(text, expires_after=in_time)
     eventually(lambda: set(server.generations()) - before)
     (generation,) = set(server.generations()) - before
@@ -178,17 +179,18 @@ def refusals(
     server: Server, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Refusal]:
     """Servers that cannot start beside the one that runs; both are tried at the same time."""
-    taken = urlsplit(server.url).port
+    taken = urlsplit(server.url).port or 0
     attempts = {
-        "data": {"data": server.data, "port": 0},
-        "port": {"data": tmp_path_factory.mktemp("refused") / "data", "port": taken},
+        "data": (server.data, 0),
+        "port": (tmp_path_factory.mktemp("refused") / "data", taken),
     }
 
-    def attempt(settings: Mapping[str, object]) -> Refusal:
-        environment = server_environment(model=tiny_model, threads=1, **settings)
+    def attempt(place: tuple[Path, int]) -> Refusal:
+        data, port = place
+        environment = server_environment(model=tiny_model, data=data, port=port, threads=1)
         command = start_command("serve", environment=environment)
-        _, said = command.communicate(timeout=180)
-        return Refusal(command.returncode, said)
+        _, said = command.communicate(timeout=START_SECONDS)
+        return Refusal(data, command.returncode, said)
 
     with ThreadPoolExecutor() as threads:
         return dict(zip(attempts, threads.map(attempt, attempts.values()), strict=True))
@@ -207,13 +209,14 @@ def test_a_second_server_on_one_data_directory_is_refused_and_says_why(
 
 
 def test_a_port_in_use_is_refused_and_leaves_nothing_running(
-    server: Server, refusals: Mapping[str, Refusal], tmp_path_factory: pytest.TempPathFactory
+    server: Server, refusals: Mapping[str, Refusal]
 ) -> None:
     refusal = refusals["port"]
     assert refusal.exit_code != 0
     assert str(urlsplit(server.url).port) in refusal.said
     assert "in use" in refusal.said
     assert "Traceback" not in refusal.said
+    assert not Server(refusal.data).valkey_answers()
 
 
 def test_sigterm_ends_server_and_valkey_and_a_build_is_finished_after_the_next_start(

@@ -1,10 +1,13 @@
 """Killed at any moment, or robbed of its records: after a restart everything answers as before."""
 
+import re
 import shutil
 import time
 from pathlib import Path
 
 import pytest
+
+from kvkeep_client import KVKeep
 
 from ..support.documents import contract
 from ..support.server import EAGER_SWEEPS, Server, eventually, server_environment, start_command
@@ -13,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.fault]
 
 QUESTION = "How many days does the carrier have in matters of payment?"
 END_OF_TURN = 2
+SMILES = "🙂🙂🙂🙂🙂🙂"
 
 
 def test_the_real_model_answers_the_same_from_memory_and_after_kill_9(tmp_path: Path) -> None:
@@ -43,6 +47,15 @@ def test_the_real_model_answers_the_same_from_memory_and_after_kill_9(tmp_path: 
         assert rebuilt["finish_reason"] in ("stop", "length")
         eventually(lambda: _files(server) == _files_of_contexts(2))
         assert len(server.generations()) == 2
+
+        # A character of several tokens arrives whole: the random models do not write any.
+        with KVKeep(server.url) as kv:
+            context = kv.contexts.create(f"A friendly line: {SMILES}").wait()
+            smiling = context.stream(f"Repeat: {SMILES}", max_tokens=10)
+            *pieces, last = smiling
+        assert re.search("[\U0001f600-\U0001f64f]", "".join(pieces))
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+        assert smiling.answer.answer == "".join([*pieces, last])
 
 
 def test_killed_in_a_commit_or_robbed_of_all_records_nothing_is_lost(

@@ -20,8 +20,8 @@ from kvkeep_storage.embedded import EmbeddedStore
 START_SECONDS = 180
 STOP_SECONDS = 60
 PATIENCE_SECONDS = 180
-# Settings of a sweeper that removes at once whatever may be removed.
-EAGER_SWEEPS = {"sweep_grace_seconds": 0, "sweep_interval_seconds": 1}
+# Settings of a sweeper that removes what may be removed as soon as no write takes that long.
+EAGER_SWEEPS = {"sweep_grace_seconds": 5, "sweep_interval_seconds": 1}
 _READY = "kvkeep is ready at "
 
 
