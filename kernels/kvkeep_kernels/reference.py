@@ -1,4 +1,4 @@
-"""The fp32 oracle of every operation: obviously right, never fast, used by tests only.
+"""The fp32 oracle of every operation: obviously right, never fast; for tests and the self-test.
 
 Nothing here shares code with the paths it checks.
 """
