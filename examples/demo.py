@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvkeep_client import Context, KVKeep
 from rich.console import Console
 from rich.table import Table
+
+from kvkeep_client import Context, KVKeep
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / ".demo-data"

@@ -21,62 +21,23 @@ from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.errors import SettingsInvalid
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
-from kvkeep_service.stores import Stores
+from kvkeep_service.stores import Stores, open_stores
 from kvkeep_service.upkeep import Upkeep
 from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.binding import bind_if_new
-from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import StoreMismatch
-from kvkeep_storage.jobs import Jobs
-from kvkeep_storage.leases import Leases
-from kvkeep_storage.metadata import Metadata
-from kvkeep_storage.objects import Objects
 from kvkeep_storage.sweeper import Sweeper
 
 _log = structlog.get_logger(__name__)
 
 _DRAIN_SECONDS = 30
-
-
-@asynccontextmanager
-async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
-    """Open Redis and the object store, the embedded ones where no other is configured.
-
-    Raises: DataDirectoryLocked, MetadataUnavailable, ObjectsUnavailable.
-    """
-    embedded: EmbeddedStore | None = None
-    redis_url, store_url = settings.redis_url, settings.store
-    if redis_url is None or store_url is None:
-        embedded = EmbeddedStore(settings.data)
-    if redis_url is None and embedded is not None:
-        await asyncio.to_thread(embedded.start)
-        redis_url = embedded.redis_url
-    elif embedded is not None:
-        (settings.data / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
-    if store_url is None and embedded is not None:
-        store_url = embedded.objects_url
-    assert redis_url is not None
-    assert store_url is not None
-    try:
-        metadata = await Metadata.connect(redis_url)
-        try:
-            stores = Stores(metadata, Objects.open(store_url), Leases(metadata), Jobs(metadata))
-            if settings.redis_url is None:
-                # The directory is ours alone: whoever held these is dead.
-                await stores.leases.void_all()
-                await stores.jobs.void_owners()
-            yield stores
-        finally:
-            await metadata.close()
-    finally:
-        if embedded is not None:
-            await asyncio.to_thread(embedded.stop)
+_LAST_WORDS_SECONDS = 5
 
 
 @asynccontextmanager
 async def running_application(
     settings: Settings, loaded: LoadedModel, stores: Stores
-) -> AsyncIterator[FastAPI]:
+) -> AsyncIterator[tuple[FastAPI, LocalWorker]]:
     """The HTTP application with its worker and upkeep running behind it."""
     with suppress(StoreMismatch):
         # Mismatched stores still serve what they can; health says so, and upkeep stands still.
@@ -97,7 +58,7 @@ async def running_application(
     worker.start()
     upkeep.start()
     try:
-        yield build_application(registry, worker, settings)
+        yield build_application(registry, worker, settings), worker
     finally:
         await upkeep.stop()
         await worker.stop()
@@ -110,25 +71,29 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     ``announce`` is called once with the URL when requests are answered.
     Raises: StartRefused, and the storage errors of ``open_stores``.
     """
-    loaded = await asyncio.to_thread(load_configured_model, settings)
-    async with (
-        open_stores(settings) as stores,
-        running_application(settings, loaded, stores) as app,
-    ):
-        # uvicorn raises the signal that stopped it again afterwards; we end in our own order.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        config = uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_graceful_shutdown=_DRAIN_SECONDS,
-        )
-        await _AnnouncingServer(config, announce).serve()
+    async with open_stores(settings) as stores:
+        loaded = await asyncio.to_thread(load_configured_model, settings)
+        async with running_application(settings, loaded, stores) as (app, worker):
+            await _serve_http(settings, app, worker, announce)
+
+
+async def _serve_http(
+    settings: Settings, app: FastAPI, worker: LocalWorker, announce: Callable[[str], None]
+) -> None:
+    # uvicorn raises the signal that stopped it again afterwards; we end in our own order.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
+    )
+    await _Server(config, worker, announce).serve()
 
 
 def load_configured_model(settings: Settings) -> LoadedModel:
@@ -154,9 +119,14 @@ def _read_template(path: Path) -> str:
         raise SettingsInvalid([problem]) from error
 
 
-class _AnnouncingServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, announce: Callable[[str], None]) -> None:
+class _Server(uvicorn.Server):
+    """Says where it listens, and ends answers that last longer than a drain may, with an error."""
+
+    def __init__(
+        self, config: uvicorn.Config, worker: LocalWorker, announce: Callable[[str], None]
+    ) -> None:
         super().__init__(config)
+        self._worker = worker
         self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -165,3 +135,15 @@ class _AnnouncingServer(uvicorn.Server):
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             self._announce(f"http://{shown}:{port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_answers(self) -> None:
+        # uvicorn cuts what is left without a word; until then there is time for an error event.
+        await asyncio.sleep(_DRAIN_SECONDS - _LAST_WORDS_SECONDS)
+        await self._worker.stop()

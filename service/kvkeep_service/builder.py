@@ -18,7 +18,6 @@ from kvkeep_service.engine.scheduler import BuildTask, Scheduler
 from kvkeep_service.errors import ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
 from kvkeep_service.residency import CacheKey, Residency
 from kvkeep_service.rows import to_store
 from kvkeep_service.stores import Stores
@@ -196,8 +195,13 @@ class Builder:
             facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))
-            await commit(stores.objects, metadata, stores.leases, lease, rows, facts)
-        self._residency.adopt(key, built.context)
+            # Before the commit makes contexts ready: their first questions find it in memory.
+            self._residency.adopt(key, built.context)
+            try:
+                await commit(stores.objects, metadata, stores.leases, lease, rows, facts)
+            except BaseException:
+                self._residency.drop(key)
+                raise
         if await metadata.cache(*key) is None:
             # Deleted since the commit, by somebody who found nothing to drop yet.
             self._residency.drop(key)
@@ -220,11 +224,9 @@ class Builder:
             raise BuildFailed("document_corrupt", "the stored document is damaged") from error
         try:
             plan = await asyncio.to_thread(
-                self._planner.plan,
+                self._planner.plan_stored,
                 job.tenant,
-                _document_spec(body),
-                _compression_spec(body),
-                body.prefix_text,
+                body,
             )
         except ServiceError as error:
             raise BuildFailed(error.code, error.detail) from error
@@ -293,17 +295,4 @@ def _facts(
         policy_applied=built.policy_applied,
         timings={"queue_s": queued_seconds, **built.timings},
         versions={name: version(name) for name in _VERSIONS},
-    )
-
-
-def _document_spec(body: DocumentBody) -> DocumentSpec:
-    spans = tuple(Span(start, end) for start, end in body.protect)
-    return DocumentSpec(body.text, body.system, body.instructions, spans)
-
-
-def _compression_spec(body: DocumentBody) -> CompressionSpec:
-    return CompressionSpec(
-        policy="none" if body.policy == "none" else "kvzip",
-        ratio=body.ratio,
-        scoring="exact" if body.scoring == "exact" else "local",
     )

@@ -68,7 +68,7 @@ def reindex(data: _Data = None, redis_url: _RedisUrl = None, store: _Store = Non
     With the embedded store the server must be stopped first.
     """
     settings = _settings({"data": data, "redis_url": redis_url, "store": store})
-    from kvkeep_service.app import open_stores
+    from kvkeep_service.stores import open_stores
     from kvkeep_storage.reindex import reindex as restore
 
     async def work() -> None:

@@ -73,7 +73,7 @@ class Settings(BaseSettings):
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
     sweep_interval_seconds: int = Field(60, ge=1, le=86400)
-    sweep_grace_seconds: int = Field(3600, ge=0, le=30 * 86400)
+    sweep_grace_seconds: int = Field(3600, ge=1, le=30 * 86400)
     """Age an unreferenced generation must have before the sweeper removes it."""
 
     @model_validator(mode="after")

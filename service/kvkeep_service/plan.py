@@ -21,6 +21,7 @@ from kvkeep_service.policies.kvzip import (
     chunk_tokens,
 )
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_storage.documents import DocumentBody
 from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 
 BANDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -100,6 +101,20 @@ class Planner:
         )
         tokens = DocumentTokens(prefix_ids, piece.ids, protected)
         return BuildPlan(tokens, prefix_text, fingerprint, policy)
+
+    def plan_stored(self, tenant: str, body: DocumentBody) -> BuildPlan:
+        """Plan a registered document again, under the prefix it was registered with.
+
+        Raises: as ``plan``.
+        """
+        spans = tuple(Span(start, end) for start, end in body.protect)
+        document = DocumentSpec(body.text, body.system, body.instructions, spans)
+        compression = CompressionSpec(
+            policy="none" if body.policy == "none" else "kvzip",
+            ratio=body.ratio,
+            scoring="exact" if body.scoring == "exact" else "local",
+        )
+        return self.plan(tenant, document, compression, body.prefix_text)
 
     def _fingerprint(
         self,

@@ -31,7 +31,9 @@ def to_store(built: BuiltCache) -> CacheRows:
         counts=counts,
         protected=protected,
         layers=tuple(
-            LayerRows(_bytes_of(layer.k), _bytes_of(layer.v), positions.cpu().numpy().astype(np.int32))
+            LayerRows(
+                _bytes_of(layer.k), _bytes_of(layer.v), positions.cpu().numpy().astype(np.int32)
+            )
             for layer, positions in zip(context.layers, selection.positions, strict=True)
         ),
     )
@@ -52,6 +54,10 @@ def to_engine(rows: CacheRows, num_tokens: int, device: torch.device) -> Residen
             )
         )
     return ResidentContext(tuple(layers), torch.from_numpy(rows.counts), rows.ratios, num_tokens)
+
+
+def _int32(positions: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+    return positions.cpu().numpy().astype(np.int32)
 
 
 def _bytes_of(rows: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":

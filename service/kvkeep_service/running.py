@@ -3,11 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Sequential
 from contextlib import suppress
 
 from kvkeep_service.engine.decode import Sequence
 from kvkeep_service.engine.scheduler import QueryTask, Scheduler
-from kvkeep_service.ports import AnswerEvent, QueryRequest, QueryTimings, TokenEvent
+from kvkeep_service.ports import AnswerEvent, QueryTimings, TokenEvent
 from kvkeep_service.residency import Pinned
 
 
@@ -53,12 +54,15 @@ class RunningQuery:
         finally:
             task.cancelled.set()
 
-    def answer(self, request: QueryRequest, pinned: Pinned) -> AnswerEvent:
-        """The whole answer, once ``events`` has ended by itself."""
+    def answer(self, pinned: Pinned, document_ids: Sequential[int] | None) -> AnswerEvent:
+        """The whole answer, once ``events`` has ended by itself.
+
+        ``document_ids``: what stands before the question, when token ids are wanted.
+        """
         sequence = self._sequence
         assert sequence.finish_reason is not None
         num_tokens = pinned.context.num_tokens
-        wants_ids = request.return_token_ids
+        prompt_ids = None if document_ids is None else (*document_ids, *sequence.question_ids)
         return AnswerEvent(
             text="".join(self._pieces),
             finish_reason=sequence.finish_reason,
@@ -67,8 +71,8 @@ class RunningQuery:
             completion_tokens=len(sequence.generated),
             ratio=sequence.context.ratio,
             timings=self._timings(pinned),
-            prompt_token_ids=sequence.question_ids if wants_ids else None,
-            token_ids=tuple(sequence.generated) if wants_ids else None,
+            prompt_token_ids=prompt_ids,
+            token_ids=None if prompt_ids is None else tuple(sequence.generated),
         )
 
     def _post(self, news: str | BaseException | None) -> None:

@@ -13,7 +13,12 @@ from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import ContextModelMismatch, QuestionTooLong
+from kvkeep_service.errors import (
+    ContextModelMismatch,
+    ContextNotFound,
+    InvalidRequest,
+    QuestionTooLong,
+)
 from kvkeep_service.plan import Planner
 from kvkeep_service.ports import (
     AnswerEvent,
@@ -30,7 +35,9 @@ from kvkeep_service.residency import CacheKey, Pinned, Residency
 from kvkeep_service.rows import to_engine
 from kvkeep_service.running import RunningQuery
 from kvkeep_service.stores import Stores
+from kvkeep_storage.documents import get_document
 from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
+from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.load import load
 
 _log = structlog.get_logger(__name__)
@@ -112,12 +119,14 @@ class LocalWorker:
         key = CacheKey(request.tenant, request.cache_id)
         try:
             async with self._residency.pinned(key, request.ratio) as pinned:
+                wants_ids = request.return_token_ids
+                document_ids = await self._document_ids(request) if wants_ids else None
                 sequence = self._sequence(request, question_ids, pinned)
                 running = RunningQuery(sequence, received_at=started)
                 async with aclosing(running.events(self._scheduler)) as events:
                     async for event in events:
                         yield event
-                yield running.answer(request, pinned)
+                yield running.answer(pinned, document_ids)
         except (Corrupt, NotFound) as error:
             if not is_proven(error):
                 raise
@@ -165,6 +174,22 @@ class LocalWorker:
         )
         device = self._loaded.language_model.device
         return await asyncio.to_thread(to_engine, loaded.rows, loaded.manifest.tokens_total, device)
+
+    async def _document_ids(self, request: QueryRequest) -> list[int]:
+        """What the model saw before the question: the stored document, tokenised again.
+
+        Raises: InvalidRequest, when it does not give the tokens that the cache was built from;
+            ContextNotFound, when it has just been deleted; DocumentCorrupt.
+        """
+        key = DocumentKey(request.tenant, request.context_id)
+        try:
+            body = await get_document(self._stores.objects, key)
+        except NotFound as error:
+            raise ContextNotFound(request.context_id) from error
+        plan = await asyncio.to_thread(self._planner.plan_stored, request.tenant, body)
+        if plan.fingerprint.digest != request.cache_id:
+            raise InvalidRequest("return_token_ids", "the stored document gives other tokens now")
+        return [*plan.document.prefix_ids, *plan.document.ids]
 
     def _sequence(self, request: QueryRequest, question_ids: list[int], pinned: Pinned) -> Sequence:
         """Raises: QuestionTooLong, when no position is left for an answer."""

@@ -7,11 +7,12 @@ call it in a thread. The file system must support hard links.
 """
 
 import errno
+import fcntl
 import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +38,12 @@ def create(path: Path, content: bytes, *, root: Path) -> None:
     Modifies: ``path``, and directories between ``root`` and it.
     Raises: FileExistsError when ``path`` exists, and changes nothing; OSError.
     """
-    temporary = _write_temporary(path, content, root)
-    try:
-        # A link fails when the name is taken, where a rename would overwrite it.
-        os.link(temporary, path)
-    finally:
-        os.unlink(temporary)
+    with _written_temporary(path, content, root) as temporary:
+        try:
+            # A link fails when the name is taken, where a rename would overwrite it.
+            os.link(temporary, path)
+        finally:
+            os.unlink(temporary)
     _sync_directories(path.parent, root)
 
 
@@ -51,12 +52,12 @@ def replace(path: Path, content: bytes, *, root: Path) -> None:
 
     Modifies: ``path``, and directories between ``root`` and it. Raises: OSError.
     """
-    temporary = _write_temporary(path, content, root)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with _written_temporary(path, content, root) as temporary:
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
     _sync_directories(path.parent, root)
 
 
@@ -96,13 +97,18 @@ def read_exactly(path: Path, into: memoryview, offset: int) -> None:
 
 
 def temporary_files(root: Path) -> Iterator[TemporaryFile]:
-    """Find every temporary file below ``root`` that a write has left or is still using."""
+    """Find every temporary file below ``root`` that a write has left and no write still uses.
+
+    A write that has made its file and not locked it yet, a matter of microseconds, is found.
+    """
     now = time.time()
     for directory, _, names in os.walk(root):
         for name in filter(is_temporary, names):
             path = Path(directory, name)
             # The write it belongs to may end between the listing and this look.
             with suppress(FileNotFoundError):
+                if _is_locked(path):
+                    continue
                 status = path.stat()
                 yield TemporaryFile(path, status.st_size, now - status.st_mtime)
 
@@ -112,28 +118,44 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
 
 
-def _write_temporary(path: Path, content: bytes, root: Path) -> Path:
-    """Write and sync a temporary file beside ``path``; on failure nothing is left of it."""
+@contextmanager
+def _written_temporary(path: Path, content: bytes, root: Path) -> Iterator[Path]:
+    """Write and sync a temporary file beside ``path``; on failure nothing is left of it.
+
+    It is locked for the length of the ``with`` block, so that nobody takes it for a leftover.
+    """
     temporary = path.with_name(f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}")
     descriptor = _open_new(temporary, root)
     try:
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             _write_all(descriptor, content)
-            if (written := os.fstat(descriptor).st_size) != len(content):
-                raise OSError(f"{temporary}: {written} of {len(content)} bytes arrived")
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    return temporary
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        yield temporary
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+    if (written := os.fstat(descriptor).st_size) != len(content):
+        raise OSError(f"{written} of {len(content)} bytes arrived in the file")
 
 
 def _open_new(path: Path, root: Path) -> int:
@@ -142,7 +164,8 @@ def _open_new(path: Path, root: Path) -> int:
         # Never makes the root itself: a store that has vanished must not come back empty.
         if not root.is_dir():
             break
-        with suppress(FileNotFoundError):
+        # Both are what a directory that vanishes half-way through looks like.
+        with suppress(FileNotFoundError, FileExistsError):
             path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             return os.open(path, flags, 0o640)
     raise OSError(errno.ESTALE, "directory has vanished", str(path.parent))

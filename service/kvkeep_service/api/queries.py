@@ -25,7 +25,7 @@ from kvkeep_service.api.requests import (
 from kvkeep_service.api.schemas import Query, check_ratio
 from kvkeep_service.api.security import Tenant
 from kvkeep_service.api.views import AnswerView, TokenView
-from kvkeep_service.errors import WorkerUnavailable
+from kvkeep_service.errors import ContextNotReady, WorkerUnavailable
 from kvkeep_service.ids import new_answer_id
 from kvkeep_service.ports import AnswerEvent, QueryRequest, Worker
 from kvkeep_service.registry import Askable
@@ -75,17 +75,24 @@ async def query_context(
 ) -> Response:
     """Ask a question about a context."""
     question = body.asked()
-    seconds = seconds_to_wait(wait, body.wait)
     if body.ratio is not None:
         check_ratio("ratio", body.ratio, allow_lossy=body.allow_lossy)
-    if seconds:
-        await while_connected(request.receive, registry.finished(tenant, context_id, seconds))
-    askable = await registry.open_query(tenant, context_id, body.ratio)
-    asked = _request(tenant, context_id, askable, question, body)
-    if body.stream:
-        return await start_stream(_stream(worker, asked), request)
-    answer = await while_connected(request.receive, _collect(worker, asked))
-    return Response(_view(worker, asked, answer), media_type="application/json")
+    deadline = time.monotonic() + seconds_to_wait(wait, body.wait)
+    while True:
+        seconds = deadline - time.monotonic()
+        if seconds > 0:
+            await while_connected(request.receive, registry.finished(tenant, context_id, seconds))
+        askable = await registry.open_query(tenant, context_id, body.ratio)
+        asked = _request(tenant, context_id, askable, question, body)
+        try:
+            if body.stream:
+                return await start_stream(_stream(worker, asked), request)
+            answer = await while_connected(request.receive, _collect(worker, asked))
+            return Response(_view(worker, asked, answer), media_type="application/json")
+        except ContextNotReady:
+            # Loading has shown the cache to be wrong, and it is being built again.
+            if time.monotonic() >= deadline:
+                raise
 
 
 async def _collect(worker: Worker, asked: QueryRequest) -> AnswerEvent:

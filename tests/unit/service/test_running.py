@@ -11,7 +11,6 @@ from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
-from kvkeep_service.ports import QueryRequest
 from kvkeep_service.residency import Pinned
 from kvkeep_service.running import RunningQuery
 
@@ -19,8 +18,6 @@ from .engine.gated import PATIENCE_SECONDS, WORDS, GatedModel, sequence
 from .engine.models import VOCABULARY, engine_model, random_document, run_build, stock_model
 
 pytestmark = pytest.mark.anyio
-
-REQUEST = QueryRequest("acme", "ctx", "cache", 1.0, "?")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,7 @@ async def test_pieces_come_in_order_and_are_the_answer(
 ) -> None:
     running = RunningQuery(asked, received_at=time.perf_counter())
     events = [event async for event in running.events(scheduler)]
-    answer = running.answer(REQUEST, Pinned(context, "store", 0.25))
+    answer = running.answer(Pinned(context, "store", 0.25), None)
     assert [event.index for event in events] == list(range(len(events)))
     assert all(event.text for event in events)
     assert answer.text == "".join(event.text for event in events) == WORDS.decode(asked.generated)
@@ -71,10 +68,9 @@ async def test_token_ids_are_given_to_who_asks_for_them(
     running = RunningQuery(asked, received_at=time.perf_counter())
     async for _ in running.events(scheduler):
         pass
-    request = QueryRequest("acme", "ctx", "cache", 1.0, "?", return_token_ids=True)
-    answer = running.answer(request, Pinned(context, "resident", 0.0))
+    answer = running.answer(Pinned(context, "resident", 0.0), [50, 60])
     assert answer.token_ids == tuple(asked.generated)
-    assert answer.prompt_token_ids == (1, 2, 3)
+    assert answer.prompt_token_ids == (50, 60, 1, 2, 3)
 
 
 async def test_an_answer_of_one_token_has_no_rate(
@@ -84,7 +80,7 @@ async def test_an_answer_of_one_token_has_no_rate(
     running = RunningQuery(one, received_at=time.perf_counter())
     async for _ in running.events(scheduler):
         pass
-    assert running.answer(REQUEST, Pinned(context, "store", 0)).timings.decode_tps == 0.0
+    assert running.answer(Pinned(context, "store", 0), None).timings.decode_tps == 0.0
 
 
 async def test_closing_the_iterator_ends_the_sequence_within_one_token(
@@ -195,5 +191,6 @@ async def _one_more_query(
     scheduler: Scheduler, model: GatedModel, context: ResidentContext
 ) -> None:
     """Return once the engine has seen all that was asked, or cancelled, before."""
-    one = sequence(model, context.view(1.0), [1], SequenceOptions(1))
-    assert len(await _read(RunningQuery(one, received_at=0.0), scheduler)) == 1
+    # Three tokens: whoever still runs beside it gets two more at least.
+    one = sequence(model, context.view(1.0), [1], SequenceOptions(3))
+    assert len(await _read(RunningQuery(one, received_at=0.0), scheduler)) == 3

@@ -174,19 +174,21 @@ def test_only_leftovers_of_writes_count_as_temporary(tmp_path: Path) -> None:
     assert found.age_seconds > 1_000_000
 
 
-def test_a_file_in_writing_counts_as_temporary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["fsync", "link"])
+def test_a_file_in_writing_is_no_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    seen: list[durable.TemporaryFile] = []
-    real = os.fsync
+    looks: list[list[durable.TemporaryFile]] = []
+    real = getattr(os, step)
 
-    def looking(descriptor: int) -> None:
-        seen.extend(durable.temporary_files(tmp_path))
-        real(descriptor)
+    def looking(*arguments: object) -> None:
+        looks.append(list(durable.temporary_files(tmp_path)))
+        real(*arguments)
 
-    monkeypatch.setattr(os, "fsync", looking)
-    durable.create(tmp_path / "x", b"abc", root=tmp_path)
-    assert [file.size_bytes for file in seen] == [3]
+    monkeypatch.setattr(os, step, looking)
+    durable.create(tmp_path / "a" / "x", b"abc", root=tmp_path)
+    assert looks
+    assert looks[0] == []
 
 
 def test_writing_beside_somebody_who_empties_the_directory_succeeds(tmp_path: Path) -> None:
