@@ -210,15 +210,14 @@ def _unfold(part: Attended, num_q_heads: int, tokens: int) -> Attended:
 def _merge(parts: Sequence[Attended]) -> Attended:
     """Join partial softmaxes exactly; a part with lse = -inf has no weight.
 
-    At least one part must have a finite lse for every row (the token's own row sees to that).
+    Of each part and those before it, one must have a finite lse for every row: the first part
+    may be an empty context, since every tail holds the token's own row.
     """
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([part.lse for part in parts])
-    lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - lse)
-    out = sum(
-        (weight[..., None] * part.out.float() for weight, part in zip(weights, parts, strict=True)),
-        start=torch.zeros_like(parts[0].out, dtype=torch.float32),
-    )
-    return Attended(out.to(parts[0].out.dtype), lse)
+    dtype = parts[0].out.dtype
+    out, lse = parts[0].out.float(), parts[0].lse
+    for part in parts[1:]:
+        # e^b / (e^a + e^b) = sigmoid(b - a): one pass a part, and no stacked copies.
+        weight = torch.sigmoid(part.lse - lse)[..., None]
+        out = torch.lerp(out, part.out.float(), weight)
+        lse = torch.logaddexp(lse, part.lse)
+    return Attended(out.to(dtype), lse)
