@@ -48,7 +48,8 @@ def running_server() -> Iterator[KVKeep]:
         assert server.stdout is not None
         line = server.stdout.readline()
         if not line:
-            sys.exit(f"the server did not start; see {DATA / 'server.log'}")
+            log_tail = (DATA / "server.log").read_text().splitlines()[-5:]
+            sys.exit("\n".join(["the server did not start:", *log_tail]))
         with KVKeep(line.split()[-1]) as client:
             yield client
     finally:

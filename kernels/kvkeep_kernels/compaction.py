@@ -1,6 +1,6 @@
 """Selection of the rows to keep, by one total order, and their gather into ragged runs.
 
-The order (``02-kvzip`` of the design): each head's best unprotected row first, by score; then
+The order: each head's best unprotected row first, by score; then
 all others by score descending, layer, head, position. A ratio keeps a prefix of that order, so
 every lower ratio is a prefix of every higher one, floors included.
 """

@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
@@ -39,9 +39,15 @@ async def running_application(
     settings: Settings, loaded: LoadedModel, stores: Stores
 ) -> AsyncIterator[tuple[FastAPI, LocalWorker]]:
     """The HTTP application with its worker and upkeep running behind it."""
-    with suppress(StoreMismatch):
-        # Mismatched stores still serve what they can; health says so, and upkeep stands still.
+    try:
         await bind_if_new(stores.objects, stores.metadata)
+    except StoreMismatch as error:
+        # Such stores still serve what they can; health says so, and upkeep stands still.
+        _log.error(
+            "stores_do_not_match",
+            detail=str(error),
+            advice="stop the server and run: kvkeep-server admin reindex",
+        )
     recovery = Recovery(stores, rebuilds=settings.on_corrupt == "rebuild")
     worker = LocalWorker(
         loaded,
@@ -71,29 +77,53 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     ``announce`` is called once with the URL when requests are answered.
     Raises: StartRefused, and the storage errors of ``open_stores``.
     """
-    async with open_stores(settings) as stores:
-        loaded = await asyncio.to_thread(load_configured_model, settings)
-        async with running_application(settings, loaded, stores) as (app, worker):
-            await _serve_http(settings, app, worker, announce)
+    with _bound_socket(settings) as listener:
+        async with open_stores(settings) as stores:
+            loaded = await asyncio.to_thread(load_configured_model, settings)
+            async with running_application(settings, loaded, stores) as (app, worker):
+                await _serve_http(app, worker, listener, announce)
 
 
 async def _serve_http(
-    settings: Settings, app: FastAPI, worker: LocalWorker, announce: Callable[[str], None]
+    app: FastAPI, worker: LocalWorker, listener: socket.socket, announce: Callable[[str], None]
 ) -> None:
     # uvicorn raises the signal that stopped it again afterwards; we end in our own order.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         log_level="warning",
         access_log=False,
         server_header=False,
         lifespan="off",
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )
-    await _Server(config, worker, announce).serve()
+    await _Server(config, worker, announce).serve(sockets=[listener])
+
+
+def _bound_socket(settings: Settings) -> socket.socket:
+    """Take the port before the model is loaded; nobody can connect until the server listens.
+
+    Raises: SettingsInvalid, when the address cannot be had.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # Named as TCP, or asyncio leaves Nagle's algorithm on: 40 ms a request.
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        problem = (
+            f"KVKEEP_HOST = {settings.host!r}, KVKEEP_PORT = {settings.port}: {error.strerror}"
+        )
+        raise SettingsInvalid([problem]) from error
+    return listener
 
 
 def load_configured_model(settings: Settings) -> LoadedModel:

@@ -19,7 +19,7 @@ app.add_typer(admin, name="admin")
 
 _Data = Annotated[Path | None, typer.Option(help="Data directory of the embedded store.")]
 _RedisUrl = Annotated[str | None, typer.Option(help="A Redis of yours.")]
-_Store = Annotated[str | None, typer.Option(help="Object store URL.")]
+_Store = Annotated[str | None, typer.Option(help="file:// URL of the object store.")]
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def reindex(data: _Data = None, redis_url: _RedisUrl = None, store: _Store = Non
     async def work() -> None:
         async with open_stores(settings) as stores:
             report = await restore(stores.objects, stores.metadata)
-        typer.echo(f"{report.contexts} contexts and {report.caches} caches restored")
+        typer.echo(f"missing and restored: {report.contexts} contexts, {report.caches} caches")
         for line in report.damaged:
             typer.echo(f"damaged: {line}", err=True)
         if report.damaged:

@@ -2,7 +2,8 @@
 
 Precedence: values handed to `load_settings` (command line), then the environment
 (``KVKEEP_`` + the upper-case name), then the TOML file that ``KVKEEP_CONFIG`` names, then the
-default. Only this file reads the environment.
+default. Nothing else reads the environment, but for the overrides of the kernels room
+(``KVKEEP_KERNELS``, see ``kvkeep_kernels.backend``).
 """
 
 import ipaddress
@@ -12,7 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -42,7 +50,9 @@ class Settings(BaseSettings):
     chat_template: Folder | None = None
     """Jinja file used instead of the model's own chat template."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """auto (CUDA when there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and cache; auto is float32 on a CPU, the model's own 16-bit type on a GPU."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; None leaves the choice to torch."""
     model_cache: Folder = Path("~/.cache/kvkeep/models")
@@ -53,14 +63,16 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(None, min_length=1)
     """A Redis of yours; None runs the embedded server in the data directory."""
     store: str | None = Field(None, min_length=1)
-    """Object store URL; None keeps objects in the data directory."""
+    """``file://`` URL of the object store; None keeps objects in the data directory."""
 
     host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on; anything but loopback needs an API key."""
     port: int = Field(8000, ge=0, le=65535)
     """0 takes a free port, which the start line names."""
     api_key: SecretStr | None = None
     """The bearer key asked for everywhere but under /health; without it, loopback only."""
     body_limit_bytes: int = Field(32 * 2**20, ge=1024, le=2**30)
+    """The largest request body; a larger one is answered 413."""
     default_ttl_seconds: int | None = Field(None, ge=1, le=10 * 365 * 86400)
     """Expiry after creation of contexts registered without ``expires_after``; None is never."""
 
@@ -73,8 +85,16 @@ class Settings(BaseSettings):
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
     sweep_interval_seconds: int = Field(60, ge=1, le=86400)
+    """Between two sweeps for expired contexts and leftovers."""
     sweep_grace_seconds: int = Field(3600, ge=1, le=30 * 86400)
     """Age an unreferenced generation must have before the sweeper removes it."""
+
+    @field_validator("store")
+    @classmethod
+    def _check_store(cls, store: str | None) -> str | None:
+        if store is not None and not store.startswith("file:///"):
+            raise ValueError("only file:///directory is supported by this version")
+        return store
 
     @model_validator(mode="after")
     def _check_the_door(self) -> Self:

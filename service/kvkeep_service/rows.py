@@ -31,9 +31,7 @@ def to_store(built: BuiltCache) -> CacheRows:
         counts=counts,
         protected=protected,
         layers=tuple(
-            LayerRows(
-                _bytes_of(layer.k), _bytes_of(layer.v), positions.cpu().numpy().astype(np.int32)
-            )
+            LayerRows(_bytes_of(layer.k), _bytes_of(layer.v), _int32(positions))
             for layer, positions in zip(context.layers, selection.positions, strict=True)
         ),
     )

@@ -84,7 +84,7 @@ def test_killed_in_a_commit_or_robbed_of_all_records_nothing_is_lost(
         assert server.terminate() == 0
         assert _files(server) == _files_of_contexts(3)
 
-        assert _reindex(server).startswith("3 contexts and 3 caches restored")
+        assert _reindex(server).startswith("missing and restored: 3 contexts, 3 caches")
         server.start()
         assert server.http.get("/health/ready").json()["status"] == "ok"
         listed = server.http.get("/contexts?order=asc").json()["data"]

@@ -29,7 +29,7 @@ from kvkeep_service.engine.gguf import (
     quiet_progress,
 )
 from kvkeep_service.engine.template import ChatTemplate
-from kvkeep_service.errors import ModelUnavailable, ModelUnsupported
+from kvkeep_service.errors import ModelUnavailable, ModelUnsupported, SettingsInvalid
 from kvkeep_service.ports import KernelsInfo, ModelInfo
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -141,7 +141,7 @@ def load_model(
         max_positions=shape.max_positions,
         max_document_tokens=shape.max_positions - reserve_tokens,
         weights_digest=digest or _weights_digest(reference, config, directory),
-        kernels=_kernels(reference, where),
+        kernels=_kernels(where),
     )
     return LoadedModel(
         LanguageModel(model, shape),
@@ -194,7 +194,11 @@ def _resolve(reference: str, model_cache: Path) -> tuple[str, str | None]:
             raise ModelUnavailable(reference, "there is no such file")
         directory, digest = converted_directory(path, model_cache)
         return str(directory), f"gguf:{digest}"
-    return (str(path) if path.is_dir() else reference), None
+    if path.is_dir():
+        return str(path), None
+    if reference.startswith(("/", ".", "~")) or path.exists():
+        raise ModelUnavailable(reference, "there is no such directory")
+    return reference, None
 
 
 def _load_config(reference: str, directory: str) -> Any:
@@ -224,12 +228,12 @@ def _weights_digest(reference: str, config: Any, directory: str) -> str:
     return f"sha256:{sha.hexdigest()}"
 
 
-def _kernels(reference: str, device: torch.device) -> KernelsInfo:
+def _kernels(device: torch.device) -> KernelsInfo:
     """Choose and test the kernels now: the first answer compiles, and waits for the device."""
     try:
         report = backend_report(device)
     except KernelUnavailable as error:
-        raise ModelUnavailable(reference, str(error)) from error
+        raise SettingsInvalid([str(error)]) from error
     return KernelsInfo(report.backend, report.reason, report.is_healthy)
 
 

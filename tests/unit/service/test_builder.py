@@ -9,6 +9,7 @@ import pytest
 
 from kvkeep_service import heartbeat
 from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.ids import new_context_id
 from kvkeep_service.plan import BANDS, Planner
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
 from kvkeep_service.stores import Stores
@@ -238,6 +239,22 @@ async def test_equal_documents_are_built_once(bench: Workbench, tmp_path: Path) 
     assert (await bench.build()).status == "ready"
     assert len(bench.model.batches) == forwards
     assert len(generations(tmp_path)) == 1
+
+
+async def test_a_registration_cut_short_beside_its_committed_cache_needs_no_build(
+    bench: Workbench,
+) -> None:
+    bench.builder.start()
+    ready = await bench.build()
+    forwards = len(bench.model.batches)
+    left = replace(ready, id=new_context_id(), status="queued", ready_at=None)
+    await bench.stores.metadata.create_context(left)
+    assert await bench.jobs.reconcile(bench.stores.metadata) == 1
+    assert await bench.jobs.next_end() == End("settled", left.id, 1)
+    assert (await bench.record(left.id)).status == "ready"
+    assert len(bench.model.batches) == forwards
+    mirror = await get_mirror(bench.stores.objects, DocumentKey(TENANT, left.id))
+    assert mirror.record.status == "ready"
 
 
 async def test_a_cache_that_another_process_builds_is_left_to_it(bench: Workbench) -> None:

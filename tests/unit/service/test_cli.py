@@ -122,7 +122,7 @@ def test_reindex_of_an_empty_directory_restores_nothing_and_ends_its_valkey(
 ) -> None:
     result = run("admin", "reindex", "--data", str(tmp_path / "data"))
     assert result.exit_code == 0, result.output
-    assert result.stdout == "0 contexts and 0 caches restored\n"
+    assert result.stdout == "missing and restored: 0 contexts, 0 caches\n"
     # The directory is free again.
     store = EmbeddedStore(tmp_path / "data")
     store.start()

@@ -137,3 +137,12 @@ def test_settings_are_frozen() -> None:
 
 def test_folders_of_the_user_are_resolved() -> None:
     assert load_settings({"data": "~/somewhere"}).data == Path.home() / "somewhere"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "file://relative", "/plain/path"])
+def test_a_store_of_another_kind_is_refused_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("KVKEEP_STORE", url)
+    with pytest.raises(SettingsInvalid, match=r"KVKEEP_STORE = .*only file:///directory"):
+        load_settings()

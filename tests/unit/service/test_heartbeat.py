@@ -22,6 +22,7 @@ from ...support.stores import Stores as Storage
 
 pytestmark = pytest.mark.anyio
 
+PATIENCE_SECONDS = 60
 FACTS = facts_for(random_rows())
 
 
@@ -55,7 +56,8 @@ async def held(stores: Stores, tmp_path: Path) -> Held:
 
 
 async def for_ever() -> None:
-    await asyncio.Event().wait()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.Event().wait()
 
 
 async def test_progress_is_written_while_the_block_runs(held: Held) -> None:
