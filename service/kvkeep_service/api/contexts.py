@@ -10,6 +10,7 @@ from kvkeep_service.api.connection import while_connected
 from kvkeep_service.api.errors import BODY, COMMON, RETRY_KEY, responses
 from kvkeep_service.api.events import event, start_stream
 from kvkeep_service.api.requests import (
+    ContextId,
     TheRegistry,
     Wait,
     json_only,
@@ -40,6 +41,7 @@ router = APIRouter(prefix="/contexts", tags=["contexts"])
 
 @router.post(
     "",
+    summary="Register a document",
     status_code=202,
     response_model=ContextView,
     dependencies=[Depends(json_only), Depends(only_parameters("wait"))],
@@ -64,7 +66,14 @@ async def create_context(
     tenant: Tenant,
     registry: TheRegistry,
     wait: Wait = None,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            min_length=1,
+            max_length=255,
+            description="Makes a repeated request answer as the first did; 1 to 255 characters.",
+        ),
+    ] = None,
 ) -> Response:
     """Register a document. 202 while its cache is being built, 200 when it is ready.
 
@@ -96,12 +105,8 @@ async def create_context(
     return _response(answered)
 
 
-@router.post(
-    "/upload",
-    status_code=422,
-    response_class=Response,
-    responses=responses("unauthenticated", "invalid_request"),
-)
+# Not in the description: there is nothing to call, only a reason to give.
+@router.post("/upload", include_in_schema=False)
 async def upload_context() -> Response:
     """Upload a file. Not supported by this version: send its text to `POST /contexts`."""
     raise InvalidRequest("file", "uploads are not supported by this version; send document")
@@ -109,6 +114,7 @@ async def upload_context() -> Response:
 
 @router.get(
     "",
+    summary="List contexts",
     response_model=ContextList,
     dependencies=[Depends(only_parameters("limit", "after", "order", "status", prefix=_METADATA))],
     responses=responses(*COMMON),
@@ -127,12 +133,12 @@ async def list_contexts(
     request: Request,
     tenant: Tenant,
     registry: TheRegistry,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Query(ge=1, le=100, description="Contexts per page, 1 to 100.")] = 20,
     after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
-    order: Annotated[Literal["asc", "desc"], Query(description="By creation.")] = "desc",
-    status: Annotated[Status | None, Query()] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="By time of creation.")] = "desc",
+    status: Annotated[Status | None, Query(description="Only contexts in this status.")] = None,
 ) -> ContextList:
-    """List contexts, newest first."""
+    """List contexts page by page, newest first; `last_id` is the next page's `after`."""
     if after is not None and not is_context_id(after):
         raise InvalidRequest("after", "is not the id of a context")
     metadata = {
@@ -146,26 +152,28 @@ async def list_contexts(
 
 @router.get(
     "/{context_id}",
+    summary="Look up a context",
     response_model=ContextView,
     dependencies=[Depends(only_parameters())],
     responses=responses(*COMMON, "context_not_found", "context_expired"),
 )
-async def get_context(context_id: str, tenant: Tenant, registry: TheRegistry) -> Response:
-    """Look up a context."""
+async def get_context(context_id: ContextId, tenant: Tenant, registry: TheRegistry) -> Response:
+    """Show a context: its status, the progress of its build, and its lengths and sizes."""
     record = await registry.context(tenant, context_id)
     return _response(Answered(200, _body(record), _retry_after(record)))
 
 
 @router.patch(
     "/{context_id}",
+    summary="Change name, metadata or expiry",
     response_model=ContextView,
     dependencies=[Depends(json_only), Depends(only_parameters())],
     responses=responses(*COMMON, *BODY, "context_not_found", "context_expired"),
 )
 async def change_context(
-    context_id: str, body: ContextPatch, tenant: Tenant, registry: TheRegistry
+    context_id: ContextId, body: ContextPatch, tenant: Tenant, registry: TheRegistry
 ) -> ContextView:
-    """Change name, metadata (as a whole) or expiry; what is left out stays."""
+    """Change what is sent and leave the rest; metadata is replaced as a whole."""
     given = body.model_fields_set
     changes = Changes(
         name=body.name if "name" in given else UNSET,
@@ -177,12 +185,13 @@ async def change_context(
 
 @router.delete(
     "/{context_id}",
+    summary="Delete a context",
     status_code=204,
     response_class=Response,
     dependencies=[Depends(only_parameters())],
     responses=responses(*COMMON, "context_not_found", "storage_unavailable"),
 )
-async def delete_context(context_id: str, tenant: Tenant, registry: TheRegistry) -> Response:
+async def delete_context(context_id: ContextId, tenant: Tenant, registry: TheRegistry) -> Response:
     """Delete a context, its document, and its cache when no other context shares it.
 
     Deleting what is deleted is no error.
@@ -193,19 +202,23 @@ async def delete_context(context_id: str, tenant: Tenant, registry: TheRegistry)
 
 @router.get(
     "/{context_id}/document",
+    summary="Read the document back",
     response_model=DocumentView,
     dependencies=[Depends(only_parameters())],
     responses=responses(
         *COMMON, "context_not_found", "context_expired", "document_corrupt", "storage_unavailable"
     ),
 )
-async def get_document(context_id: str, tenant: Tenant, registry: TheRegistry) -> DocumentView:
-    """Read a document back, as it was read by the model."""
+async def get_document(
+    context_id: ContextId, tenant: Tenant, registry: TheRegistry
+) -> DocumentView:
+    """Show the text as the model read it; several documents are one text here."""
     return DocumentView.of(context_id, await registry.document(tenant, context_id))
 
 
 @router.get(
     "/{context_id}/events",
+    summary="Follow a build",
     # Not its response class: FastAPI would take the route for a generator, and a context that
     # is not there would be answered 200.
     response_class=Response,
@@ -219,7 +232,7 @@ async def get_document(context_id: str, tenant: Tenant, registry: TheRegistry) -
     },
 )
 async def follow_context(
-    context_id: str, request: Request, tenant: Tenant, registry: TheRegistry
+    context_id: ContextId, request: Request, tenant: Tenant, registry: TheRegistry
 ) -> Response:
     """Follow a build: `progress` events, then one `ready` or `failed`; the context in each."""
     return await start_stream(_events(registry, tenant, context_id), request)

@@ -94,25 +94,35 @@ _BY_STATUS: Final[Mapping[int, str]] = {
 class FieldProblem(BaseModel):
     """One field of a request that was refused."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     field: str = Field(examples=["compression.ratio"])
+    """Path of the field, such as `compression.ratio`, or a parameter's name."""
     reason: str
+    """What is wrong with it, and what is accepted."""
 
 
 class Problem(BaseModel):
     """RFC 9457 problem details. Some codes add members, such as ``max_tokens``."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     type: str = Field(examples=[TYPE_PREFIX + "context_not_found"])
+    """A URN with the code."""
     title: str
+    """The code in words."""
     status: int
+    """The HTTP status."""
     detail: str
-    instance: str = Field(description="The path of the request.")
-    code: str = Field(description="Stable; one of the documented catalogue.")
+    """What went wrong this time, for people."""
+    instance: str
+    """The path of the request."""
+    code: str
+    """Stable; one of the documented catalogue."""
     request_id: str
-    errors: list[FieldProblem] | None = Field(
-        None, description="With `invalid_request`: every field that was refused."
-    )
+    """Names the request in the server's log, as `X-Request-Id` does."""
+    errors: list[FieldProblem] | None = None
+    """With `invalid_request`: every field that was refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Final
 from fastapi import APIRouter, Response
 
 from kvkeep_service.api.errors import responses
+from kvkeep_service.api.operation_views import HealthView, ModelList, ModelView, VersionView
 from kvkeep_service.api.requests import TheRegistry, TheWorker
 from kvkeep_service.api.security import Tenant
-from kvkeep_service.api.views import HealthView, ModelList, ModelView, VersionView
 
 router = APIRouter(tags=["operations"])
 
@@ -16,7 +16,7 @@ router = APIRouter(tags=["operations"])
 _PACKAGES: Final = ("torch", "transformers", "tokenizers", "safetensors", "fastapi")
 
 
-@router.get("/health/live")
+@router.get("/health/live", summary="Is the process alive?")
 async def live() -> HealthView:
     """Answer as long as the process serves requests at all."""
     return HealthView(status="ok", checks={})
@@ -24,10 +24,11 @@ async def live() -> HealthView:
 
 @router.get(
     "/health/ready",
+    summary="Can requests be served?",
     responses={503: {"model": HealthView, "description": "Something a request needs is away."}},
 )
 async def ready(response: Response, registry: TheRegistry) -> HealthView:
-    """Check the worker and both stores. `degraded` still answers 200."""
+    """Check the worker and both stores; 503 when one is away. `degraded` still answers 200."""
     checks = await registry.health()
     states = set(checks.values())
     if "unavailable" in states:
@@ -36,9 +37,9 @@ async def ready(response: Response, registry: TheRegistry) -> HealthView:
     return HealthView(status="degraded" if "degraded" in states else "ok", checks=checks)
 
 
-@router.get("/version", responses=responses("unauthenticated"))
+@router.get("/version", summary="Show what runs here", responses=responses("unauthenticated"))
 async def show_version(_tenant: Tenant, worker: TheWorker) -> VersionView:
-    """Show what runs here, with everything "auto" resolved."""
+    """Show versions, model, device and kernels, with everything "auto" resolved."""
     model = worker.model
     return VersionView(
         version=_version("kvkeep") or "unknown",
@@ -53,9 +54,9 @@ async def show_version(_tenant: Tenant, worker: TheWorker) -> VersionView:
     )
 
 
-@router.get("/v1/models", responses=responses("unauthenticated"))
+@router.get("/v1/models", summary="List the models", responses=responses("unauthenticated"))
 async def list_models(_tenant: Tenant, worker: TheWorker) -> ModelList:
-    """List the one model that is served."""
+    """List the one model that is served, as the OpenAI API lists models."""
     return ModelList(data=[ModelView(id=worker.model.name)])
 
 

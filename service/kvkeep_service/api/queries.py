@@ -11,10 +11,13 @@ from typing import Final
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from kvkeep_service.api.answer_views import AnswerView, TokenView
+from kvkeep_service.api.compression_schemas import check_ratio
 from kvkeep_service.api.connection import while_connected
 from kvkeep_service.api.errors import BODY, COMMON, responses
 from kvkeep_service.api.events import event, start_stream
 from kvkeep_service.api.requests import (
+    ContextId,
     TheRegistry,
     TheWorker,
     Wait,
@@ -22,9 +25,8 @@ from kvkeep_service.api.requests import (
     only_parameters,
     seconds_to_wait,
 )
-from kvkeep_service.api.schemas import Query, check_ratio
+from kvkeep_service.api.schemas import Query
 from kvkeep_service.api.security import Tenant
-from kvkeep_service.api.views import AnswerView, TokenView
 from kvkeep_service.errors import ContextNotReady, WorkerUnavailable
 from kvkeep_service.ids import new_answer_id
 from kvkeep_service.ports import AnswerEvent, QueryRequest, Worker
@@ -40,6 +42,7 @@ _STREAM_EXAMPLE: Final = (
 
 @router.post(
     "/{context_id}/query",
+    summary="Ask a question",
     response_model=AnswerView,
     dependencies=[Depends(json_only), Depends(only_parameters("wait"))],
     responses={
@@ -65,7 +68,7 @@ _STREAM_EXAMPLE: Final = (
     },
 )
 async def query_context(
-    context_id: str,
+    context_id: ContextId,
     body: Query,
     request: Request,
     tenant: Tenant,
@@ -73,7 +76,10 @@ async def query_context(
     worker: TheWorker,
     wait: Wait = None,
 ) -> Response:
-    """Ask a question about a context."""
+    """Ask one question about a document; the answer comes whole or, with `stream`, in events.
+
+    A context that is not ready answers 409, after `wait` seconds at most. Going away stops it.
+    """
     question = body.asked()
     if body.ratio is not None:
         check_ratio("ratio", body.ratio, allow_lossy=body.allow_lossy)

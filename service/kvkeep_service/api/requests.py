@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Path, Query, Request
 
 from kvkeep_service.api.schemas import WAIT_SECONDS_MAX
 from kvkeep_service.errors import InvalidRequest, UnsupportedMediaType
@@ -69,6 +69,7 @@ def seconds_to_wait(parameter: float | None, field: float) -> float:
     return parameter
 
 
+ContextId = Annotated[str, Path(description="Id of the context: `ctx_` and 26 characters.")]
 TheRegistry = Annotated[Registry, Depends(_registry)]
 TheWorker = Annotated[Worker, Depends(_worker)]
 Wait = Annotated[
@@ -77,6 +78,6 @@ Wait = Annotated[
         ge=0,
         le=WAIT_SECONDS_MAX,
         allow_inf_nan=False,
-        description="Hold the request until the context is ready, at most so many seconds.",
+        description="Most seconds to hold the request until the context is ready, 0 to 300.",
     ),
 ]

@@ -4,138 +4,61 @@ Fields and values of the contract that this version cannot serve are accepted at
 and otherwise refused by name, never ignored. ``ratio`` is the fraction of KV pairs kept.
 """
 
-from typing import Annotated, Final, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, JsonValue
 
-from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_service.api.compression_schemas import Compression
+from kvkeep_service.api.strict import Body, Strict, only
+from kvkeep_service.errors import EmptyDocument, InvalidRequest
+from kvkeep_service.ports import DocumentSpec, Span
 from kvkeep_storage.records import Expiry
 
-DEFAULT_RATIO: Final = 0.3
-LOSSY_BELOW: Final = 0.15
-RATIO_MIN: Final = 0.05
 WAIT_SECONDS_MAX: Final = 300
 TEN_YEARS_SECONDS: Final = 10 * 365 * 86400
 
-T = TypeVar("T")
-
-
-def _only(*supported: object) -> AfterValidator:
-    def check(value: T) -> T:
-        if value not in supported:
-            # The value is not repeated: it may be a conversation.
-            raise PydanticCustomError(
-                "unsupported",
-                "this is not supported by this version; leave it out or send {supported}",
-                {"supported": " or ".join(repr(value) for value in supported)},
-            )
-        return value
-
-    return AfterValidator(check)
-
-
-def _no_auto(value: object) -> object:
-    if value == "auto":
-        raise PydanticCustomError(
-            "unsupported", "'auto' is not supported by this version; send a number"
-        )
-    return value
-
-
-class Strict(BaseModel):
-    """Part of a request body: unknown fields and values of another JSON type are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Body(Strict):
-    """A whole request body. Raises: InvalidEncoding, for text that is not Unicode."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_text(cls, value: object) -> object:
-        refuse_surrogates(value)
-        return value
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+_COMPRESSION: Final = "it belongs under compression"
 
 
 class NamedText(Strict):
     """One of several documents that are read as one."""
 
     name: str = Field(min_length=1, max_length=256)
+    """What this document is called, 1 to 256 characters; the model reads it above the text."""
     text: str
+    """The text of this document."""
 
 
 class Message(Strict):
     """A turn of a conversation."""
 
     role: str
+    """Who speaks; messages are not supported yet."""
     content: str
+    """What is said; messages are not supported yet."""
 
 
 class ProtectedSpan(Strict):
     """Half-open range of characters (Unicode code points) of the document."""
 
     start: int = Field(ge=0)
+    """First character (Unicode code point), counted from 0."""
     end: int = Field(ge=1)
+    """One past the last character; above start, at most the document's length."""
 
 
 class ExpiresAfter(Strict):
     """So many seconds after creation or after the last query."""
 
     anchor: Literal["created_at", "last_used_at"]
+    """What the seconds count from: creation, or the last query."""
     seconds: int = Field(ge=1, le=TEN_YEARS_SECONDS)
-
-
-class Compression(Strict):
-    """How the KV cache of the document is compressed."""
-
-    policy: Annotated[
-        Literal[
-            "kvzip",
-            "kvzip_head",
-            "kvpop",
-            "streaming",
-            "snapkv",
-            "expected_attention",
-            "random",
-            "none",
-        ],
-        _only("kvzip", "none"),
-    ] = "kvzip"
-    ratio: Annotated[
-        float | None,
-        BeforeValidator(_no_auto),
-        Field(description="Fraction kept, 0.05 to 1; below 0.15 only with allow_lossy."),
-    ] = None
-    allow_lossy: bool = False
-    tokens: Annotated[int | None, _only(None)] = None
-    neighbours: Annotated[int, _only(0)] = 0
-    max_loss: Annotated[float | None, _only(None)] = None
-    scoring: Literal["auto", "exact", "local"] = "auto"
-    normalization: Annotated[Literal["none", "kvzip_plus"], _only("none")] = "none"
-    quantization: Annotated[Literal["none", "int8", "int4", "fp8"], _only("none")] = "none"
-
-    def spec(self) -> CompressionSpec:
-        """Resolve defaults. Raises: InvalidRequest, for values that do not go together."""
-        if self.policy == "none":
-            if self.ratio not in (None, 1.0):
-                raise InvalidRequest("compression.ratio", "policy 'none' keeps everything: 1.0")
-            if self.scoring != "auto":
-                raise InvalidRequest("compression.scoring", "policy 'none' scores nothing")
-            return CompressionSpec("none", 1.0, "local")
-        ratio = DEFAULT_RATIO if self.ratio is None else self.ratio
-        check_ratio("compression.ratio", ratio, allow_lossy=self.allow_lossy)
-        return CompressionSpec("kvzip", ratio, "exact" if self.scoring == "exact" else "local")
+    """Seconds from the anchor until the context expires, 1 to 315360000 (ten years)."""
 
 
 class ContextCreate(Body):
@@ -156,20 +79,34 @@ class ContextCreate(Body):
         }
     )
 
-    document: str | None = None
-    documents: list[NamedText] | None = Field(None, min_length=1, max_length=1024)
-    messages: Annotated[list[Message] | None, _only(None)] = None
-    name: str | None = Field(None, max_length=256)
-    metadata: "Metadata" = Field(default_factory=dict)
-    system: str | None = None
-    instructions: str | None = None
-    protect: list[ProtectedSpan] = Field(default_factory=list, max_length=4096)
-    model: str | None = None
-    compression: Compression = Compression()
-    expires_after: ExpiresAfter | None = Field(
-        None, description="null: never; left out: the server's default."
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("ratio", "scoring", "policy", "allow_lossy"), _COMPRESSION
     )
-    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX, description="Seconds, as `?wait=`.")
+
+    document: str | None = None
+    """The text to read, not only white space. Send either this or documents."""
+    documents: list[NamedText] | None = Field(None, min_length=1, max_length=1024)
+    """1 to 1024 texts that are read as one, in this order. Send either this or document."""
+    messages: Annotated[list[Message] | None, only(None)] = None
+    """A conversation to read; not supported yet: only null is accepted."""
+    name: str | None = Field(None, max_length=256)
+    """A name for people, at most 256 characters. null: none."""
+    metadata: Metadata = Field(default_factory=dict)
+    """At most 16 pairs of strings: keys of 1 to 64 characters, values up to 512."""
+    system: str | None = None
+    """System text before the document; never evicted. null: none."""
+    instructions: str | None = None
+    """Text between system and document; never evicted. null: none."""
+    protect: list[ProtectedSpan] = Field(default_factory=list, max_length=4096)
+    """At most 4096 character ranges of the document that are never evicted."""
+    model: str | None = None
+    """Name of the model, which must be the one served here. null: that one."""
+    compression: Compression = Compression()
+    """How the KV cache is compressed; left out, by kvzip to a ratio of 0.3."""
+    expires_after: ExpiresAfter | None = None
+    """When the context expires. null: never; left out: the server's default."""
+    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX)
+    """Most seconds to hold the request until the context is ready, 0 to 300; as `?wait=`."""
 
     def document_spec(self) -> DocumentSpec:
         """Join what was sent to one text.
@@ -207,8 +144,11 @@ class ContextPatch(Body):
     )
 
     name: str | None = Field(None, max_length=256)
-    metadata: "Metadata" = Field(default_factory=dict)
+    """The new name, at most 256 characters. null: none; left out: as it was."""
+    metadata: Metadata = Field(default_factory=dict)
+    """Replaces all metadata: at most 16 pairs, keys of 1 to 64 characters, values up to 512."""
     expires_after: ExpiresAfter | None = None
+    """When the context expires. null: never; left out: as it was."""
 
 
 class Query(Body):
@@ -221,27 +161,47 @@ class Query(Body):
     )
 
     question: str | None = None
-    questions: Annotated[list[str] | None, _only(None)] = None
-    messages: Annotated[list[Message] | None, _only(None)] = None
+    """The question, not empty and not only white space."""
+    questions: Annotated[list[str] | None, only(None)] = None
+    """Several questions at once; not supported yet: only null is accepted."""
+    messages: Annotated[list[Message] | None, only(None)] = None
+    """A conversation; not supported yet: only null is accepted."""
     system: str | None = None
-    ratio: float | None = Field(None, description="One of the context's ratios_available.")
-    min_ratio: Annotated[float | None, _only(None)] = None
+    """Extra system text for this question alone, read after the document. null: none."""
+    ratio: float | None = None
+    """One of the context's ratios_available, below 0.15 only with allow_lossy. null: its own."""
+    min_ratio: Annotated[float | None, only(None)] = None
+    """The least fraction that will do; not supported yet: only null is accepted."""
     allow_lossy: bool = False
+    """Whether a ratio below 0.15, at which answers suffer, is meant."""
     max_tokens: int = Field(256, ge=1, le=1_000_000)
+    """Most tokens of the answer, 1 to 1000000; fewer when the model has fewer positions left."""
     temperature: float = Field(0.0, ge=0, le=2)
+    """How much chance there is in the answer, 0 to 2; 0 always takes the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, le=1_000_000, description="0: all tokens.")
+    """Sample from the likeliest tokens of this joint probability, above 0 to 1; 1: all."""
+    top_k: int = Field(0, ge=0, le=1_000_000)
+    """Sample from this many likeliest tokens, 0 to 1000000; 0: all."""
     seed: int | None = Field(None, ge=0, lt=2**63)
+    """Makes chance repeatable, 0 to 2^63-1. null: another one each time."""
     stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         default_factory=list, max_length=8
     )
-    logprobs: Annotated[bool, _only(False)] = False
+    """At most 8 texts of 1 to 256 characters; the answer ends before the first that appears."""
+    logprobs: Annotated[bool, only(False)] = False
+    """Probabilities of the tokens; not supported yet: only false is accepted."""
     return_token_ids: bool = False
+    """Whether the answer carries prompt_token_ids and token_ids."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=16)
+    """At most 16 arguments of the chat template; they may not change what precedes the question."""
     stream: bool = False
-    session: Annotated[str | None, _only(None)] = None
-    fork: Annotated[bool, _only(False)] = False
-    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX, description="Seconds, as `?wait=`.")
+    """Whether the answer comes as server-sent events while it is written."""
+    session: Annotated[str | None, only(None)] = None
+    """An earlier answer to continue from; not supported yet: only null is accepted."""
+    fork: Annotated[bool, only(False)] = False
+    """Whether to leave the session as it is; not supported yet: only false is accepted."""
+    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX)
+    """Most seconds to hold the request until the context is ready, 0 to 300; as `?wait=`."""
 
     def asked(self) -> str:
         """Return the question. Raises: InvalidRequest, when there is none."""
@@ -253,49 +213,3 @@ class Query(Body):
 def expiry(after: ExpiresAfter | None) -> Expiry | None:
     """Hand an expiry on as plain data; None is never."""
     return None if after is None else Expiry(after.anchor, after.seconds)
-
-
-def check_ratio(field: str, ratio: float, *, allow_lossy: bool) -> None:
-    """Refuse a ratio outside the contract. Raises: InvalidRequest, naming the limit."""
-    if not RATIO_MIN <= ratio <= 1.0:
-        raise InvalidRequest(field, f"{ratio} is outside {RATIO_MIN} to 1.0")
-    if ratio < LOSSY_BELOW and not allow_lossy:
-        raise InvalidRequest(field, f"{ratio} is below {LOSSY_BELOW}: send allow_lossy too")
-
-
-def refuse_surrogates(body: object) -> None:
-    r"""Refuse lone surrogates (``\ud800``) anywhere in parsed JSON, names of fields included.
-
-    Python keeps them in a string, and UTF-8 cannot: they would break the first write.
-    Raises: InvalidEncoding, naming the field.
-    """
-    waiting: list[tuple[str, object]] = [("", body)]
-    while waiting:
-        path, value = waiting.pop()
-        match value:
-            case str():
-                if not _is_text(value):
-                    raise InvalidEncoding(path or "body", "a lone surrogate is not text")
-            case list():
-                waiting += [(f"{path}.{index}", item) for index, item in enumerate(value)]
-            case dict():
-                for key, item in value.items():
-                    if not _is_text(key):
-                        raise InvalidEncoding(path or "body", "the name of a field is not text")
-                    waiting.append((f"{path}.{key}".lstrip("."), item))
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-Metadata = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16, description="At most 16 pairs of strings, 64 and 512 characters."),
-]
-ContextCreate.model_rebuild()
-ContextPatch.model_rebuild()

@@ -1,12 +1,11 @@
-"""What goes out over HTTP: the context, the answer and the lists, as the contract writes them."""
+"""What goes out over HTTP of a context: itself, its list and its document."""
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, PlainSerializer
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
-from kvkeep_service.ports import AnswerEvent, CacheSource, DocumentSpec, FinishReason, QueryTimings
+from kvkeep_service.ports import DocumentSpec
 from kvkeep_storage.records import UNFINISHED, ContextRecord, Page, Status
 
 CONTEXT_EXAMPLE = "ctx_01K9Z3V5J8Q6W2E4R7T1Y0N5PX"
@@ -17,65 +16,109 @@ def rfc3339(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def utc(seconds: float) -> datetime:
+    """Turn seconds since 1970 into a time of UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
 Time = Annotated[datetime, PlainSerializer(rfc3339, return_type=str)]
 
 
-class Progress(BaseModel):
+class View(BaseModel):
+    """What goes out; the line below a field is its description in ``/openapi.json``."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Progress(View):
     """How far a build is. ``fraction`` is of the stage, 0 to 1."""
 
     stage: str = Field(examples=["scoring"])
+    """What is being done: prefill, scoring or storing; before that, the status."""
     fraction: float
+    """Part of the build that is done, 0 to 1."""
 
 
-class Tokens(BaseModel):
+class Tokens(View):
     """Lengths in tokens; ``total`` is what every question is asked after."""
 
     document: int
+    """Tokens of the document alone."""
     protected: int
+    """Tokens that are never evicted: those before the document, and protected spans."""
     total: int
+    """Tokens that every question is asked after: the document and what precedes it."""
 
 
-class CompressionView(BaseModel):
+class CompressionView(View):
     """What was asked for, and what was done."""
 
     policy: str
-    policy_applied: str = Field(description='"none" when the document was too short to evict.')
+    """The policy asked for."""
+    policy_applied: str
+    """The policy used; "none" when the document was too short to evict."""
     ratio: float
+    """Fraction of KV pairs to keep that was asked for, 0.05 to 1."""
     ratio_achieved: float | None
+    """Fraction that was kept, 0 to 1. null: not built yet."""
     ratios_available: list[float]
+    """The ratios that a query may name; empty until it is built."""
     scoring: str
+    """How KV pairs were scored: "local" or "exact"."""
     quantization: str
+    """How kept KV pairs are stored; always "none" in this version."""
     full_bytes: int
+    """Size of the KV cache uncompressed, in bytes."""
     stored_bytes: int | None
+    """Size of the cache as stored, in bytes. null: not built yet."""
 
 
-class ErrorView(BaseModel):
+class ErrorView(View):
     """Why a build failed."""
 
     code: str
+    """Stable, for programs."""
     detail: str
+    """A sentence for people."""
 
 
-class ContextView(BaseModel):
+class ContextView(View):
     """A registered document and the state of its cache."""
 
     id: str = Field(examples=[CONTEXT_EXAMPLE])
+    """Names the context in every path: `ctx_` and 26 characters."""
     object: Literal["context"] = "context"
+    """Always "context"."""
     name: str | None
+    """The name it was given. null: none."""
     metadata: dict[str, str]
+    """The pairs of strings it was given."""
     model: str
+    """The model that read it, the only one that can answer from it."""
     status: Status
+    """Whether it can be asked: only when it is ready."""
     progress: Progress | None
+    """How far the build is. null: none is going on."""
     created_at: Time
+    """When it was registered, UTC."""
     ready_at: Time | None
+    """When it became ready, UTC. null: it has not yet."""
     last_used_at: Time | None
+    """When it was last asked, UTC. null: never."""
     expires_at: Time | None
+    """When it expires, UTC. null: never."""
     tokens: Tokens
+    """Its lengths, in tokens."""
     compression: CompressionView
-    fidelity: None = Field(default=None, description="Not measured by this version.")
+    """How its cache is compressed, and what that came to."""
+    fidelity: None = None
+    """Always null: not measured by this version."""
     timings: dict[str, float]
+    """Seconds that each step of the build took, by name, such as `prefill_s`."""
     queries: int
+    """Questions it has been asked."""
     error: ErrorView | None
+    """Why the build failed. null: it did not."""
 
     @classmethod
     def of(cls, record: ContextRecord) -> "ContextView":
@@ -93,10 +136,10 @@ class ContextView(BaseModel):
             model=record.model,
             status=record.status,
             progress=progress,
-            created_at=_time(record.created_at),
-            ready_at=_time_or_none(record.ready_at),
-            last_used_at=_time_or_none(record.last_used_at),
-            expires_at=_time_or_none(record.expires_at),
+            created_at=utc(record.created_at),
+            ready_at=_utc_or_none(record.ready_at),
+            last_used_at=_utc_or_none(record.last_used_at),
+            expires_at=_utc_or_none(record.expires_at),
             tokens=Tokens(
                 document=record.tokens_document,
                 protected=record.tokens_protected,
@@ -119,14 +162,19 @@ class ContextView(BaseModel):
         )
 
 
-class ContextList(BaseModel):
+class ContextList(View):
     """One page of contexts."""
 
     object: Literal["list"] = "list"
+    """Always "list"."""
     data: list[ContextView]
+    """The contexts of this page, at most `limit`."""
     first_id: str | None
+    """Id of the first context here. null: the page is empty."""
     last_id: str | None
+    """Id of the last context here, the next page's `after`. null: the page is empty."""
     has_more: bool
+    """Whether there is a next page."""
 
     @classmethod
     def of(cls, page: Page) -> "ContextList":
@@ -140,22 +188,30 @@ class ContextList(BaseModel):
         )
 
 
-class SpanView(BaseModel):
+class SpanView(View):
     """Half-open range of characters of the document."""
 
     start: int
+    """First character (Unicode code point), counted from 0."""
     end: int
+    """One past the last character."""
 
 
-class DocumentView(BaseModel):
+class DocumentView(View):
     """The document as it was read: several documents are one text here."""
 
     object: Literal["document"] = "document"
+    """Always "document"."""
     context_id: str = Field(examples=[CONTEXT_EXAMPLE])
+    """The context it belongs to."""
     document: str
+    """The whole text."""
     system: str | None
+    """System text before the document. null: none."""
     instructions: str | None
+    """Text between system and document. null: none."""
     protect: list[SpanView]
+    """Ranges of the document that are never evicted."""
 
     @classmethod
     def of(cls, context_id: str, document: DocumentSpec) -> "DocumentView":
@@ -169,145 +225,5 @@ class DocumentView(BaseModel):
         )
 
 
-class CachedTokens(BaseModel):
-    """Tokens that were not read again."""
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """Tokens of one answer, named as in the OpenAI API."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class TimingsView(BaseModel):
-    """Where the time of an answer went."""
-
-    queue_ms: float
-    load_ms: float
-    source: CacheSource
-    prefill_ms: float
-    ttft_ms: float
-    decode_tps: float
-
-    @classmethod
-    def of(cls, timings: QueryTimings) -> "TimingsView":
-        """Show timings, to the microsecond."""
-        return cls(
-            queue_ms=round(timings.queue_ms, 3),
-            load_ms=round(timings.load_ms, 3),
-            source=timings.source,
-            prefill_ms=round(timings.prefill_ms, 3),
-            ttft_ms=round(timings.ttft_ms, 3),
-            decode_tps=round(timings.decode_tps, 3),
-        )
-
-
-class AnswerView(BaseModel):
-    """One answer. The two lists of token ids are there only when they were asked for."""
-
-    id: str = Field(examples=["ans_01K9Z3V5J8Q6W2E4R7T1Y0N5PX"])
-    object: Literal["answer"] = "answer"
-    context_id: str = Field(examples=[CONTEXT_EXAMPLE])
-    model: str
-    created_at: Time
-    answer: str = Field(examples=["On 31 March 2029."])
-    finish_reason: FinishReason
-    usage: Usage
-    timings: TimingsView
-    ratio: float
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-
-    @classmethod
-    def of(
-        cls, answer_id: str, context_id: str, model: str, created_at: float, answer: AnswerEvent
-    ) -> "AnswerView":
-        """Show an answer."""
-        return cls(
-            id=answer_id,
-            context_id=context_id,
-            model=model,
-            created_at=_time(created_at),
-            answer=answer.text,
-            finish_reason=answer.finish_reason,
-            usage=Usage(
-                prompt_tokens=answer.prompt_tokens,
-                completion_tokens=answer.completion_tokens,
-                total_tokens=answer.prompt_tokens + answer.completion_tokens,
-                prompt_tokens_details=CachedTokens(cached_tokens=answer.cached_tokens),
-            ),
-            timings=TimingsView.of(answer.timings),
-            ratio=answer.ratio,
-            prompt_token_ids=_ids(answer.prompt_token_ids),
-            token_ids=_ids(answer.token_ids),
-        )
-
-    def to_json(self) -> str:
-        """Render, without the lists nobody asked for."""
-        unasked = {
-            name for name in ("prompt_token_ids", "token_ids") if getattr(self, name) is None
-        }
-        return self.model_dump_json(exclude=unasked)
-
-
-class TokenView(BaseModel):
-    """A piece of an answer; the joined pieces are the whole."""
-
-    text: str
-    index: int
-
-
-class ModelView(BaseModel):
-    """A model this server answers for, as the OpenAI API lists it."""
-
-    id: str
-    object: Literal["model"] = "model"
-    owned_by: Literal["kvkeep"] = "kvkeep"
-
-
-class ModelList(BaseModel):
-    """The one model of this server."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelView]
-
-
-class VersionView(BaseModel):
-    """What runs here: everything "auto" was resolved to."""
-
-    version: str
-    model: str
-    architecture: str
-    device: str
-    dtype: str
-    max_document_tokens: int
-    kernels: str
-    weights_digest: str
-    packages: Mapping[str, str]
-
-
-class HealthView(BaseModel):
-    """Whether the server can take requests, and what is missing if not.
-
-    ``degraded``: it answers, but its two stores do not belong together: reindex.
-    """
-
-    status: Literal["ok", "degraded", "unavailable"]
-    checks: Mapping[str, Literal["ok", "degraded", "unavailable"]]
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
-
-
-def _time_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _time(seconds)
-
-
-def _ids(ids: tuple[int, ...] | None) -> list[int] | None:
-    return None if ids is None else list(ids)
+def _utc_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else utc(seconds)

@@ -79,7 +79,6 @@ def test_the_interactive_description_is_there(api: ApiServer) -> None:
 def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -> None:
     assert {name for name, _ in operations(description)} == {
         "POST /contexts",
-        "POST /contexts/upload",
         "GET /contexts",
         "GET /contexts/{context_id}",
         "PATCH /contexts/{context_id}",

@@ -4,14 +4,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from kvkeep_service.api.schemas import (
-    Compression,
-    ContextCreate,
-    ContextPatch,
-    Query,
-    check_ratio,
-    refuse_surrogates,
-)
+from kvkeep_service.api.compression_schemas import Compression, check_ratio
+from kvkeep_service.api.schemas import ContextCreate, ContextPatch, Query
+from kvkeep_service.api.strict import refuse_surrogates
 from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
 from kvkeep_service.ports import CompressionSpec, Span
 
@@ -120,7 +115,58 @@ def test_every_field_of_the_contract_is_taken_at_its_default() -> None:
 
 @pytest.mark.parametrize("model", [ContextCreate, ContextPatch, Query])
 def test_an_unknown_field_is_refused(model: type[BaseModel]) -> None:
-    assert "colour" in refused(model, {"colour": "red"})
+    assert refused(model, {"colour": "red"})["colour"] == "there is no such field"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("ratio", 0.3), ("scoring", "exact"), ("policy", "kvzip"), ("allow_lossy", True)],
+)
+def test_how_to_compress_is_shown_its_place(field: str, value: object) -> None:
+    reasons = refused(ContextCreate, {"document": "x", field: value, "name": 7})
+    assert reasons[field] == "there is no such field: it belongs under compression"
+    assert "name" in reasons
+
+
+def test_a_field_refused_inside_is_no_field_of_the_top() -> None:
+    body = {"document": "x", "documents": [{"name": "n", "text": "t", "ratio": 0.3}]}
+    assert refused(ContextCreate, body) == {"documents.0.ratio": "there is no such field"}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field", "instead"),
+    [
+        (ContextCreate, {"messages": []}, "messages", "null"),
+        (ContextCreate, {"compression": {"max_loss": 0.1}}, "compression.max_loss", "null"),
+        (ContextCreate, {"compression": {"neighbours": 1}}, "compression.neighbours", "0"),
+        (
+            ContextCreate,
+            {"compression": {"policy": "kvpop"}},
+            "compression.policy",
+            '"kvzip" or "none"',
+        ),
+        (Query, {"session": "ans_1"}, "session", "null"),
+        (Query, {"fork": True}, "fork", "false"),
+    ],
+)
+def test_a_refusal_says_in_json_what_to_send(
+    model: type[BaseModel], body: dict[str, Any], field: str, instead: str
+) -> None:
+    assert refused(model, body)[field].endswith(f"leave it out or send {instead}")
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "kind"),
+    [
+        ({"metadata": 7}, "metadata", "object"),
+        ({"compression": 7}, "compression", "object"),
+        ({"protect": {}}, "protect", "array"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_words_of_json(
+    body: dict[str, Any], field: str, kind: str
+) -> None:
+    assert refused(ContextCreate, body)[field] == f"must be a JSON {kind}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""What every request model shares: strictness, plain refusals, and text that is Unicode.
+
+The line below a field is its description in ``/openapi.json``.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import ClassVar, Final, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from kvkeep_service.errors import InvalidEncoding
+
+T = TypeVar("T")
+
+# Pydantic speaks Python here; whoever sends JSON need not.
+_REASONS: Final[Mapping[str, str]] = {
+    "extra_forbidden": "there is no such field",
+    "dict_type": "must be a JSON object",
+    "model_type": "must be a JSON object",
+    "model_attributes_type": "must be a JSON object",
+    "list_type": "must be a JSON array",
+}
+
+
+def only(*supported: object) -> AfterValidator:
+    """Make a validator for a field of the contract that this version serves in part.
+
+    It refuses every other value, and does not repeat it: it may be a conversation.
+    """
+    allowed = " or ".join(json.dumps(value) for value in supported)
+
+    def check(value: T) -> T:
+        if value not in supported:
+            raise PydanticCustomError(
+                "unsupported",
+                "this is not supported by this version; leave it out or send {supported}",
+                {"supported": allowed},
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+class Strict(BaseModel):
+    """Part of a request body: unknown fields and values of another JSON type are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class Body(Strict):
+    """A whole request body. Raises: InvalidEncoding, for text that is not Unicode."""
+
+    # Fields that stand elsewhere, by their names: what to say when one is sent at the top.
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _speak_json(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            refusals = [cls._reworded(item) for item in error.errors()]
+            raise ValidationError.from_exception_data(cls.__name__, refusals) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, value: object) -> object:
+        refuse_surrogates(value)
+        return value
+
+    @classmethod
+    def _reworded(cls, item: ErrorDetails) -> InitErrorDetails:
+        kind, location = item["type"], item["loc"]
+        reason = _REASONS.get(kind, item["msg"])
+        if kind == "extra_forbidden" and len(location) == 1 and location[0] in cls.elsewhere:
+            reason = f"{reason}: {cls.elsewhere[str(location[0])]}"
+        said = PydanticCustomError(kind, reason)
+        return InitErrorDetails(type=said, loc=location, input=item["input"])
+
+
+def refuse_surrogates(body: object) -> None:
+    r"""Refuse lone surrogates (``\ud800``) anywhere in parsed JSON, names of fields included.
+
+    Python keeps them in a string, and UTF-8 cannot: they would break the first write.
+    Raises: InvalidEncoding, naming the field.
+    """
+    waiting: list[tuple[str, object]] = [("", body)]
+    while waiting:
+        path, value = waiting.pop()
+        match value:
+            case str():
+                if not _is_text(value):
+                    raise InvalidEncoding(path or "body", "a lone surrogate is not text")
+            case list():
+                waiting += [(f"{path}.{index}", item) for index, item in enumerate(value)]
+            case dict():
+                for key, item in value.items():
+                    if not _is_text(key):
+                        raise InvalidEncoding(path or "body", "the name of a field is not text")
+                    waiting.append((f"{path}.{key}".lstrip("."), item))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
