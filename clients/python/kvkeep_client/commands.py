@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvkeep_client.answers import AnswerStream
 from kvkeep_client.calls import CreateOptions, QueryOptions
 from kvkeep_client.client import KVKeep
 from kvkeep_client.errors import APIError, ContextNotFound, KVKeepError, ServerUnreachable
@@ -45,6 +46,10 @@ ApiKey = Annotated[
 ]
 ContextId = Annotated[str, typer.Argument(metavar="CTX", help="A context's id, ctx_….")]
 Ratio = Annotated[float | None, typer.Option(help="Fraction of the KV cache to keep, or read.")]
+AllowLossy = Annotated[
+    bool,
+    typer.Option("--allow-lossy", help="Allow a ratio below 0.15, at which answers suffer."),
+]
 
 
 class Scoring(StrEnum):
@@ -64,6 +69,7 @@ def put(
         str | None, typer.Option(help="What to call it; the file's name otherwise.")
     ] = None,
     ratio: Ratio = None,
+    allow_lossy: AllowLossy = False,
     scoring: Annotated[Scoring, typer.Option(help="How to score.")] = Scoring.AUTO,
     system: Annotated[
         str | None, typer.Option(help="A system text, kept before the document.")
@@ -78,6 +84,7 @@ def put(
         "name": file.name if name is None else name,
         "system": system,
         "ratio": ratio,
+        "allow_lossy": allow_lossy,
         "scoring": scoring.value,
     }
     with _connected(url, api_key, as_json=as_json) as kv:
@@ -96,13 +103,18 @@ def ask(
     context_id: ContextId,
     question: Annotated[str, typer.Argument(help="The question.")],
     ratio: Ratio = None,
+    allow_lossy: AllowLossy = False,
     max_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 256,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Ask one question; the answer appears as it is written."""
-    options: QueryOptions = {"ratio": ratio, "max_tokens": max_tokens}
+    options: QueryOptions = {
+        "ratio": ratio,
+        "allow_lossy": allow_lossy,
+        "max_tokens": max_tokens,
+    }
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.get(context_id)
         if not context.info.is_ready:
@@ -111,10 +123,7 @@ def ask(
             _print_json(context.query(question, **options).received)
             return
         with context.stream(question, **options) as stream:
-            for text in stream:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-        _print("")
+            _write(stream)
         if stream.answer.finish_reason == "length":
             _say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
 
@@ -172,6 +181,22 @@ def show(
         return
     for title, value in _details(info):
         _print(f"{title:<10}{value}")
+
+
+def _write(stream: AnswerStream) -> None:
+    is_begun = False
+    try:
+        for text in stream:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            is_begun = True
+    except KVKeepError:
+        if is_begun:
+            # On a terminal the error would stand in the line of the half answer.
+            _print("")
+            sys.stdout.flush()
+        raise
+    _print("")
 
 
 @contextmanager

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from kvkeep_client import KVKeep
 from kvkeep_client.commands import app
@@ -44,7 +43,7 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
         "document": "The lease ends on 31 March 2029.",
         "name": "lease.txt",
         "system": "Be brief.",
-        "compression": {"ratio": 0.2, "scoring": "exact"},
+        "compression": {"ratio": 0.2, "scoring": "exact", "allow_lossy": False},
     }
 
 
@@ -93,7 +92,25 @@ def test_ask_prints_the_answer(server: StandIn, run: Run, kv: KVKeep) -> None:
     assert done.stdout == "On 31 March 2029.\n"
     assert done.stderr == ""
     body = server.calls("POST")[-1].body
-    assert body == {"question": "When?", "stream": True, "max_tokens": 16, "ratio": None}
+    assert body == {
+        "question": "When?",
+        "stream": True,
+        "max_tokens": 16,
+        "ratio": None,
+        "allow_lossy": False,
+    }
+
+
+def test_a_lossy_ratio_can_be_asked_for(server: StandIn, run: Run, lease: Path) -> None:
+    put = run("put", str(lease), "--ratio", "0.1", "--allow-lossy")
+    assert put.exit_code == 0
+    body = server.calls("POST")[-1].body or {}
+    assert body["compression"] == {"ratio": 0.1, "scoring": "auto", "allow_lossy": True}
+    for form in ([], ["--json"]):
+        arguments = ["ask", put.stdout.strip(), "When?", "--ratio", "0.1", "--allow-lossy", *form]
+        assert run(*arguments).exit_code == 0
+        body = server.calls("POST")[-1].body or {}
+        assert (body["ratio"], body["allow_lossy"]) == (0.1, True)
 
 
 def test_ask_waits_for_a_context_that_is_not_ready(run: Run, kv: KVKeep) -> None:
@@ -115,8 +132,16 @@ def test_ask_never_hides_that_an_answer_broke_off(server: StandIn, run: Run, kv:
     server.stream_ends_with = "error"
     done = run("ask", context.id, "When?")
     assert done.exit_code == 1
-    assert done.stdout == "On 31 March 2029."
+    assert done.stdout == "On 31 March 2029.\n"
     assert "about worker_unavailable" in done.stderr
+    assert done.output.startswith("On 31 March 2029.\nkvkeep: ")
+
+
+def test_ask_prints_nothing_when_no_answer_began(server: StandIn, run: Run, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words").wait()
+    server.pieces, server.stream_ends_with = [], "error"
+    done = run("ask", context.id, "When?")
+    assert (done.exit_code, done.stdout) == (1, "")
 
 
 def test_ls_prints_one_line_per_context_newest_first(run: Run, kv: KVKeep) -> None:
