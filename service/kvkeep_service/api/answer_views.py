@@ -32,17 +32,17 @@ class TimingsView(View):
     """Where the time of an answer went."""
 
     queue_ms: float
-    """Milliseconds until the query was admitted."""
+    """Milliseconds that the question waited to be read, once the cache was loaded."""
     load_ms: float
     """Milliseconds to load the cache; next to none when it was resident."""
     source: CacheSource
     """Where the cache was: "resident" in memory or in the "store"."""
     prefill_ms: float
-    """Milliseconds to read the question."""
+    """Milliseconds from reading the question to the first token of the answer."""
     ttft_ms: float
-    """Milliseconds until the first token of the answer."""
+    """Milliseconds from the arrival of the question to the first token of the answer."""
     decode_tps: float
-    """Tokens of the answer per second, after the first."""
+    """Tokens per second after the first; 0 for an answer of one token."""
 
     @classmethod
     def of(cls, timings: QueryTimings) -> "TimingsView":
