@@ -81,6 +81,8 @@ class Builder:
         self._scheduler = scheduler
         self._residency = residency
         self._owner = owner
+        # Caches whose documents give another fingerprint here: planned once, then left waiting.
+        self._foreign: set[tuple[str, str]] = set()
         self._loop_task: asyncio.Task[None] | None = None
         self.num_running = 0
 
@@ -168,6 +170,8 @@ class Builder:
         if await metadata.attach(job.tenant, job.context_id, time.time()) is not None:
             await self._mirror(job)
             return
+        if (job.tenant, record.cache_id) in self._foreign:
+            raise Postponed
         lease = await leases.acquire_build(job.tenant, record.cache_id, self._owner)
         if lease is None:
             raise Postponed
@@ -188,8 +192,10 @@ class Builder:
             is_rebuild = record.status == "rebuilding"
             await metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
             committed = await metadata.cache(*key)
-            ratio = 1.0 if plan.policy is None else body.ratio
-            ratios = band_ratios(ratio, committed.ratios if committed else ())
+            # Whatever others rely on stays readable: their cuts, up to the highest.
+            relied_on = committed.ratios if committed else ()
+            ratio = 1.0 if plan.policy is None else max(body.ratio, *relied_on, 0.0)
+            ratios = band_ratios(ratio, (*relied_on, body.ratio))
             started = time.time()
             built = await self._run(plan, ratios, report)
             facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
@@ -231,10 +237,10 @@ class Builder:
         except ServiceError as error:
             raise BuildFailed(error.code, error.detail) from error
         if plan.fingerprint.digest != record.cache_id:
-            raise BuildFailed(
-                "cache_incompatible",
-                "model, tokenizer or policy changed since the document was registered",
-            )
+            # It waits for a server like the one it was registered at; this one never will be.
+            _log.warning("build_of_another_identity", context=job.context_id)
+            self._foreign.add((job.tenant, record.cache_id))
+            raise Postponed
         return plan, body
 
     async def _run(

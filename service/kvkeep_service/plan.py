@@ -39,7 +39,7 @@ class BuildPlan:
 
     @property
     def policy_applied(self) -> str:
-        """The policy that really decides: "none" for documents too short to evict from."""
+        """The policy that really decides: "none" where nothing may be evicted."""
         return self.policy.name if self.policy else "none"
 
     @property
@@ -81,6 +81,10 @@ class Planner:
             chat template refuses.
         """
         template, info = self._loaded.template, self._loaded.info
+        parts = (document.text, document.system or "", document.instructions or "")
+        fewest = sum(template.fewest_tokens(part) for part in parts)
+        if fewest > info.max_document_tokens:
+            raise DocumentTooLong(fewest, info.max_document_tokens)
         if prefix_text is None:
             prefix_text = template.frame(document.system, document.instructions).prefix
         prefix_ids = template.prefix_ids(prefix_text)
@@ -89,7 +93,8 @@ class Planner:
         if total > info.max_document_tokens:
             raise DocumentTooLong(total, info.max_document_tokens)
         protected = _protected(document, piece.offsets)
-        evicts = compression.policy != "none" and len(piece.ids) >= MIN_DOCUMENT_TOKENS
+        is_long = len(piece.ids) >= MIN_DOCUMENT_TOKENS
+        evicts = compression.policy != "none" and is_long and not bool(protected.all())
         chunk = chunk_tokens(compression.scoring, total, info.max_positions)
         policy = (
             KVzip(self._prompts, scoring=compression.scoring, chunk_tokens=chunk)

@@ -137,7 +137,8 @@ def _record(
         tokens_total=prepared.total_tokens,
         policy=wanted.compression.policy,
         policy_applied=prepared.policy_applied,
-        ratio=wanted.compression.ratio,
+        # Nothing is evicted without a policy, whatever was asked.
+        ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
         scoring=wanted.compression.scoring,
         quantization="none",
         full_bytes=prepared.full_bytes,
@@ -159,6 +160,7 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         protect=tuple((span.start, span.end) for span in document.protect),
         prefix_text=prepared.prefix_text,
         policy=wanted.compression.policy,
-        ratio=wanted.compression.ratio,
+        # Nothing is evicted without a policy, whatever was asked.
+        ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
         scoring=wanted.compression.scoring,
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final, Literal
 
+import structlog
+
 from kvkeep_service.errors import (
     ContextExpired,
     ContextFailed,
@@ -24,12 +26,14 @@ from kvkeep_service.registration import Answered, Registration, once, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
 from kvkeep_storage.documents import get_document, mirror_context
-from kvkeep_storage.errors import Gone, NotFound, StorageError
+from kvkeep_storage.errors import Gone, MetadataUnavailable, NotFound, StorageError
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Unset
 from kvkeep_storage.records import UNFINISHED, ContextRecord, Expiry, Page
 
 State = Literal["ok", "degraded", "unavailable"]
+
+_log = structlog.get_logger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 _HEALTH_SECONDS: Final = 5.0
@@ -192,11 +196,22 @@ class Registry:
         if ratio is not None and ratio not in record.ratios_available:
             stored = ", ".join(str(available) for available in record.ratios_available)
             raise InvalidRequest("ratio", f"{ratio} is not stored; available are {stored}")
-        if not await self._stores.metadata.touch_context(tenant, context_id, self._clock()):
+        if not await self._touched(tenant, context_id):
             # Deleted or expired since: looking again says which.
             await self.context(tenant, context_id)
             raise ContextNotFound(context_id)
         return Askable(record.cache_id, record.ratio if ratio is None else ratio)
+
+    async def _touched(self, tenant: str, context_id: str) -> bool:
+        """Count a use; False when there is no such context any more.
+
+        A Redis that answers reads and refuses writes (its disk is full) costs a count, no answer.
+        """
+        try:
+            return await self._stores.metadata.touch_context(tenant, context_id, self._clock())
+        except MetadataUnavailable as error:
+            _log.warning("use_not_counted", context=context_id, code=error.code)
+            return True
 
     async def health(self) -> Mapping[str, State]:
         """Ask everything a request needs; no check takes longer than a few seconds."""

@@ -110,6 +110,7 @@ class LocalWorker:
     async def query(self, request: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
         """As ``ports.Worker.query``."""
         started = time.perf_counter()
+        self._check_length(request)
         question_ids = await asyncio.to_thread(
             self._loaded.template.question_ids,
             request.question,
@@ -174,6 +175,15 @@ class LocalWorker:
         )
         device = self._loaded.language_model.device
         return await asyncio.to_thread(to_engine, loaded.rows, loaded.manifest.tokens_total, device)
+
+    def _check_length(self, request: QueryRequest) -> None:
+        """Refuse what cannot fit before it is tokenised. Raises: QuestionTooLong."""
+        fewest = sum(
+            self._loaded.template.fewest_tokens(part or "")
+            for part in (request.system, request.question)
+        )
+        if fewest > self.model.max_positions:
+            raise QuestionTooLong(fewest, self.model.max_positions)
 
     async def _document_ids(self, request: QueryRequest) -> list[int]:
         """What the model saw before the question: the stored document, tokenised again.

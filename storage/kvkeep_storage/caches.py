@@ -20,7 +20,7 @@ class CacheTable(RedisTable):
         """Point the cache record at a new generation, and make waiting contexts ready.
 
         The build lease must be held: one script compares it, then changes everything. Ready at
-        once is every referencing context that waits and asked for at most the built ratio; the
+        once is every referencing context that waits and asked for one of the cache's ratios; the
         ids of those are returned. Repeating it under the same lease is harmless, and names only
         the ids made ready by the repetition.
         Raises: LeaseLost when the lease ran out or has a newer holder, Unreferenced when every

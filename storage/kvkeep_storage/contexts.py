@@ -152,10 +152,10 @@ class ContextTable(ContextIndex):
         return await self._move(tenant, context_id, "failed", error) == "ok"
 
     async def attach(self, tenant: str, context_id: str, now: float) -> ContextRecord | None:
-        """Make a waiting context ready when its cache is committed at its ratio or more.
+        """Make a waiting context ready when its cache is committed and cut at its ratio.
 
         None, and nothing written, when it is missing or does not wait, or when the cache is not
-        committed or holds less. Raises: RecordCorrupt.
+        committed or cannot be read at exactly that ratio. Raises: RecordCorrupt.
         """
         keys = TenantKeys(tenant)
         cache_id = await self._cache_id(keys, context_id)

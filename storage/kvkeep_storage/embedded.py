@@ -72,11 +72,15 @@ class EmbeddedStore:
         Returns once Valkey answers with all its data. Creates the directory. Leases and jobs of
         earlier owners are still in the data; void them, nobody else can be alive.
         Raises: DataDirectoryLocked, naming the other process; Invalid for a path that cannot
-        hold a socket; MetadataUnavailable when Valkey cannot be started, with the end of its log.
+        be written or hold a socket; MetadataUnavailable when Valkey cannot be started, with the
+        end of its log.
         """
-        for directory in (self._dir, self._dir / "objects", self._valkey_dir):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = _lock_directory(self._dir)
+        try:
+            for directory in (self._dir, self._dir / "objects", self._valkey_dir):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _lock_directory(self._dir)
+        except OSError as error:
+            raise Invalid("data directory", f"{self._dir}: {error.strerror}") from error
         try:
             self._socket_path = _short_enough(self._valkey_dir) / _SOCKET
             self._adopt_or_start()

@@ -22,8 +22,15 @@ local function referencing(key, first, count)
 end
 """
 
-# Copies what a cache offers into a context that asked for a ratio up to the built one.
+# Whether a cache can be read at exactly the ratio asked, and the copy of what it then offers into
+# the context. Not merely at a higher one: an answer must not depend on what others asked for.
 _OFFER: Final = """
+local function holds(ratios, asked)
+  for ratio in string.gmatch(ratios, '[^,]+') do
+    if tonumber(ratio) == tonumber(asked) then return true end
+  end
+  return false
+end
 local function offer(context, cache)
   local found = redis.call('HMGET', cache, 'ratios', 'ratio_achieved', 'stored_bytes',
                            'policy_applied', 'timings')
@@ -158,15 +165,15 @@ return 1
 """
 
 # KEYS context cache unfinished    ARGV id cache_id now
-# -> 1, or 0 when the context does not wait or the cache does not hold enough
+# -> 1, or 0 when the context does not wait or the cache is not cut at its ratio
 ATTACH: Final = (
     _OFFER
     + """
 local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'ratio')
-local built = redis.call('HGET', KEYS[2], 'ratio')
-if not context[1] or not built then return 0 end
+local ratios = redis.call('HGET', KEYS[2], 'ratios')
+if not context[1] or not ratios then return 0 end
 if not waiting[context[1]] or context[2] ~= ARGV[2] then return 0 end
-if tonumber(built) < tonumber(context[3]) then return 0 end
+if not holds(ratios, context[3]) then return 0 end
 offer(KEYS[1], KEYS[2])
 make_ready(KEYS[1], KEYS[3], ARGV[1], ARGV[3])
 return 1
@@ -197,7 +204,7 @@ redis.call('SADD', KEYS[3], ARGV[2])
 local reply = {'ok'}
 for i, id in ipairs(ids) do
   local context = redis.call('HMGET', KEYS[5 + i], 'status', 'ratio')
-  if context[1] and tonumber(context[2]) <= tonumber(fields.ratio) then
+  if context[1] and holds(fields.ratios, context[2]) then
     if waiting[context[1]] then
       make_ready(KEYS[5 + i], KEYS[5], id, ARGV[3])
       reply[#reply + 1] = id

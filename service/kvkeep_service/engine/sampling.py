@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_TINY = 1e-300
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
@@ -32,8 +34,9 @@ class Sampler:
         """Pick the next token id from [vocabulary] fp32 logits. Modifies the generator only."""
         if self._options.temperature == 0.0:
             return int(logits.argmax())
-        scaled = logits.cpu() / self._options.temperature
-        kept, ids = torch.sort(scaled, descending=True, stable=True)
+        kept, ids = torch.sort(logits.cpu().double(), descending=True, stable=True)
+        # Relative to the best, so that a tiny temperature gives -inf and not NaN.
+        kept = (kept - kept[0]) / max(self._options.temperature, _TINY)
         if self._options.top_k:
             kept, ids = kept[: self._options.top_k], ids[: self._options.top_k]
         weights = torch.softmax(kept, dim=0)

@@ -63,6 +63,7 @@ class ChatTemplate:
         longest_first = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(list(control)))
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
         # A template keyword may not be one of the renderer's own, such as another template.
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
@@ -77,6 +78,14 @@ class ChatTemplate:
         return hashlib.sha256(
             f"{backend.to_str()}\0{self._tokenizer.chat_template}".encode()
         ).hexdigest()
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound on the tokens of a text, without tokenising it.
+
+        Tokenising takes seconds for megabytes, and a text far over the limit needs no count.
+        """
+        marked = sum(1 for _ in self._control.finditer(text))
+        return max(marked, len(text) // self._longest_token)
 
     def frame(
         self,

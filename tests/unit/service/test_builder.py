@@ -123,7 +123,7 @@ async def test_a_builder_that_waits_for_work_stops_at_once(bench: Workbench) -> 
     await bench.builder.stop()
 
 
-async def test_another_fingerprint_than_promised_fails_the_context(
+async def test_a_context_of_another_identity_waits_for_its_own(
     bench: Workbench, tiny: LoadedModel
 ) -> None:
     record = await bench.register()
@@ -131,10 +131,14 @@ async def test_another_fingerprint_than_promised_fails_the_context(
     changed = replace(tiny, info=replace(tiny.info, weights_digest="sha256:other"))
     another = bench.another(planner=Planner(changed))
     another.start()
-    assert (await bench.jobs.next_end()).how == "settled"
+    assert (await bench.jobs.next_end()).how == "postponed"
     await another.stop()
-    await _assert_failed(bench, record, "cache_incompatible")
     assert bench.model.batches == [], "nothing was computed for it"
+    bench.builder.start()
+    assert (await bench.jobs.next_end()).how == "settled"
+    waited = await bench.stores.metadata.context(TENANT, record.id)
+    assert waited is not None
+    assert waited.status == "ready"
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
@@ -312,7 +316,7 @@ async def test_a_higher_ratio_is_a_new_generation_that_keeps_older_cuts(
         pytest.param(
             replace(SHORT, protect=(Span(0, len(SHORT.text)),)),
             CompressionSpec(),
-            "kvzip",
+            "none",
             id="all protected",
         ),
     ],
@@ -505,3 +509,17 @@ def _after(stores: Stores, store: str, method: str, then: Callable[[Any], Any]) 
 
     between: Any = Between()
     return replace(stores, **{store: between})
+
+
+async def test_a_ratio_between_the_cuts_of_a_larger_cache_gets_a_cut_of_its_own(
+    bench: Workbench,
+) -> None:
+    bench.builder.start()
+    large = await bench.build(SHORT, CompressionSpec(ratio=0.72))
+    between = await bench.build(SHORT, CompressionSpec(ratio=0.47))
+    assert between.ratios_available[-1] == 0.47
+    rows = (await loaded(bench, between, None)).rows
+    assert {0.47, 0.72} <= set(rows.ratios)
+    still = await bench.stores.metadata.context(TENANT, large.id)
+    assert still is not None
+    assert still.ratios_available[-1] == 0.72

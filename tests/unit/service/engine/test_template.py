@@ -127,3 +127,15 @@ def test_a_template_that_loses_the_document_is_refused_at_start(
 ) -> None:
     with _Template(tokenizer, text) as changed, pytest.raises(ModelUnsupported, match=reason):
         ChatTemplate(changed, model="m")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain words", " " * 5000, "<|im_end|>" * 300, "日本語 🙂" * 50]
+)
+def test_the_lower_bound_on_tokens_is_one(template: ChatTemplate, text: str) -> None:
+    assert template.fewest_tokens(text) <= len(template.document_piece(text).ids)
+
+
+def test_a_text_far_over_any_limit_is_seen_without_tokenising(template: ChatTemplate) -> None:
+    assert template.fewest_tokens("x" * 2_000_000) > 8192
+    assert template.fewest_tokens("<|im_end|>" * 10_000) == 10_000

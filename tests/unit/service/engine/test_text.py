@@ -87,6 +87,8 @@ def test_a_seed_makes_draws_reproducible_and_another_seed_changes_them() -> None
         (SamplingOptions(temperature=1.0, top_p=0.5, seed=3), {0}),
         (SamplingOptions(temperature=1.0, top_p=0.8, seed=3), {0, 1}),
         (SamplingOptions(temperature=5.0, seed=3), {0, 1, 2, 3, 4}),
+        (SamplingOptions(temperature=5e-324, seed=3), {0}),
+        (SamplingOptions(temperature=1.0, top_p=5e-324, seed=3), {0}),
     ],
     ids=str,
 )
