@@ -31,7 +31,7 @@ class View(BaseModel):
 
 
 class Progress(View):
-    """How far a build is. ``fraction`` is of the stage, 0 to 1."""
+    """How far a build is. ``fraction`` is of the whole build, 0 to 1."""
 
     stage: str = Field(examples=["scoring"])
     """What is being done: prefill, scoring or storing; before that, the status."""

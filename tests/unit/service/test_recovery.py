@@ -8,7 +8,13 @@ from kvkeep_service.errors import ContextFailed, ContextNotFound, ContextNotRead
 from kvkeep_service.recovery import Recovery, is_proven
 from kvkeep_service.stores import Stores
 from kvkeep_storage.documents import get_mirror
-from kvkeep_storage.errors import Corrupt, MetadataUnavailable, NotFound, RecordCorrupt
+from kvkeep_storage.errors import (
+    Conflict,
+    Corrupt,
+    MetadataUnavailable,
+    NotFound,
+    RecordCorrupt,
+)
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.records import CacheRecord
 
@@ -142,6 +148,21 @@ async def test_a_context_deleted_meanwhile_is_not_brought_back(
         assert isinstance(told, ContextNotFound)
     assert await queued(stores) == []
     assert await stores.metadata.context(TENANT, "ctx_01") is None
+
+
+@pytest.mark.parametrize(
+    "change", [NotFound("context", "ctx_01"), Conflict("context", "ctx_01", "it is failed")]
+)
+async def test_a_context_that_changes_in_the_very_moment_is_left_to_who_changed_it(
+    stores: Stores, storage: Storage, change: NotFound | Conflict
+) -> None:
+    await storage.register(FACTS, "ctx_01", status="ready")
+    changing = breaking(stores, "metadata", "set_building", change)
+    told = await Recovery(changing, rebuilds=True).recover(
+        TENANT, CACHE_ID, "ctx_01", NotFound("cache", CACHE_ID)
+    )
+    assert isinstance(told, ContextNotReady)
+    assert await queued(stores) == []
 
 
 async def test_what_an_outage_keeps_from_the_queue_is_found_by_reconciling(
