@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kvkeep_service.engine.decode import Sequence
 from kvkeep_service.engine.scheduler import QueryTask, Scheduler
-from kvkeep_service.ports import AnswerEvent, QueryTimings, TokenEvent
+from kvkeep_service.ports import AnswerEvent, QueryRequest, QueryTimings, TokenEvent
 from kvkeep_service.residency import Pinned
 
 
@@ -54,10 +54,13 @@ class RunningQuery:
         finally:
             task.cancelled.set()
 
-    def answer(self, pinned: Pinned, document_ids: Sequential[int] | None) -> AnswerEvent:
+    def answer(
+        self, pinned: Pinned, request: QueryRequest, document_ids: Sequential[int] | None
+    ) -> AnswerEvent:
         """The whole answer, once ``events`` has ended by itself.
 
-        ``document_ids``: what stands before the question, when token ids are wanted.
+        ``document_ids``: what stands before the question, when token ids are wanted and it can
+        be told.
         """
         sequence = self._sequence
         assert sequence.finish_reason is not None
@@ -72,7 +75,7 @@ class RunningQuery:
             ratio=sequence.context.ratio,
             timings=self._timings(pinned),
             prompt_token_ids=prompt_ids,
-            token_ids=None if prompt_ids is None else tuple(sequence.generated),
+            token_ids=tuple(sequence.generated) if request.return_token_ids else None,
         )
 
     def _post(self, news: str | BaseException | None) -> None:

@@ -15,8 +15,6 @@ from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import (
     ContextModelMismatch,
-    ContextNotFound,
-    InvalidRequest,
     QuestionTooLong,
 )
 from kvkeep_service.plan import Planner
@@ -120,14 +118,13 @@ class LocalWorker:
         key = CacheKey(request.tenant, request.cache_id)
         try:
             async with self._residency.pinned(key, request.ratio) as pinned:
-                wants_ids = request.return_token_ids
-                document_ids = await self._document_ids(request) if wants_ids else None
+                document_ids = await self._document_ids(request)
                 sequence = self._sequence(request, question_ids, pinned)
                 running = RunningQuery(sequence, received_at=started)
                 async with aclosing(running.events(self._scheduler)) as events:
                     async for event in events:
                         yield event
-                yield running.answer(pinned, document_ids)
+                yield running.answer(pinned, request, document_ids)
         except (Corrupt, NotFound) as error:
             if not is_proven(error):
                 raise
@@ -185,20 +182,23 @@ class LocalWorker:
         if fewest > self.model.max_positions:
             raise QuestionTooLong(fewest, self.model.max_positions)
 
-    async def _document_ids(self, request: QueryRequest) -> list[int]:
+    async def _document_ids(self, request: QueryRequest) -> list[int] | None:
         """What the model saw before the question: the stored document, tokenised again.
 
-        Raises: InvalidRequest, when it does not give the tokens that the cache was built from;
-            ContextNotFound, when it has just been deleted; DocumentCorrupt.
+        None when they are not wanted, or when the document is damaged or gone: an intact cache
+        goes on answering without it.
         """
+        if not request.return_token_ids:
+            return None
         key = DocumentKey(request.tenant, request.context_id)
         try:
             body = await get_document(self._stores.objects, key)
-        except NotFound as error:
-            raise ContextNotFound(request.context_id) from error
+        except (Corrupt, NotFound) as error:
+            _log.warning("document_unreadable", context=request.context_id, code=error.code)
+            return None
         plan = await asyncio.to_thread(self._planner.plan_stored, request.tenant, body)
         if plan.fingerprint.digest != request.cache_id:
-            raise InvalidRequest("return_token_ids", "the stored document gives other tokens now")
+            return None
         return [*plan.document.prefix_ids, *plan.document.ids]
 
     def _sequence(self, request: QueryRequest, question_ids: list[int], pinned: Pinned) -> Sequence:

@@ -42,13 +42,13 @@ class Stored:
         (path,) = self._server.objects.glob(f"documents/*/{self.id}/document.json")
         return path
 
-    def assert_is_refused(self) -> None:
+    def assert_is_refused(self, *, end: str = "ready") -> None:
         response = self._server.query(self.id, QUESTION)
         assert response.status_code == 409, response.text
         assert response.json()["code"] == "context_not_ready"
         assert response.json()["status_of_context"] == "rebuilding"
         assert int(response.headers["Retry-After"]) > 0
-        assert self._server.context(self.id)["status"] in ("rebuilding", "ready")
+        assert self._server.context(self.id)["status"] in ("rebuilding", end)
 
     def assert_answers_as_before(self) -> None:
         answer = self._server.ask(self.id, QUESTION, wait=WAIT_SECONDS)
@@ -159,7 +159,7 @@ def test_a_rebuild_from_a_damaged_document_fails_and_says_why(
     stored = Stored(loading, f"Nothing whole is left: {request.node.callspec.id}")
     damage(stored.document)
     flip_bit(stored.generation / "kv-00.safetensors", 0.5)
-    stored.assert_is_refused()
+    stored.assert_is_refused(end="failed")
     eventually(lambda: loading.context(stored.id)["status"] == "failed")
     assert loading.context(stored.id)["error"]["code"] == "document_corrupt"
     response = loading.query(stored.id, QUESTION, wait=WAIT_SECONDS)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
+from kvkeep_service.ports import QueryRequest
 from kvkeep_service.residency import Pinned
 from kvkeep_service.running import RunningQuery
 
@@ -18,6 +20,8 @@ from .engine.gated import PATIENCE_SECONDS, WORDS, GatedModel, sequence
 from .engine.models import VOCABULARY, engine_model, random_document, run_build, stock_model
 
 pytestmark = pytest.mark.anyio
+
+REQUEST = QueryRequest("acme", "ctx", "cache", 1.0, "?")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ async def test_pieces_come_in_order_and_are_the_answer(
 ) -> None:
     running = RunningQuery(asked, received_at=time.perf_counter())
     events = [event async for event in running.events(scheduler)]
-    answer = running.answer(Pinned(context, "store", 0.25), None)
+    answer = running.answer(Pinned(context, "store", 0.25), REQUEST, None)
     assert [event.index for event in events] == list(range(len(events)))
     assert all(event.text for event in events)
     assert answer.text == "".join(event.text for event in events) == WORDS.decode(asked.generated)
@@ -68,9 +72,12 @@ async def test_token_ids_are_given_to_who_asks_for_them(
     running = RunningQuery(asked, received_at=time.perf_counter())
     async for _ in running.events(scheduler):
         pass
-    answer = running.answer(Pinned(context, "resident", 0.0), [50, 60])
+    request = replace(REQUEST, return_token_ids=True)
+    answer = running.answer(Pinned(context, "resident", 0.0), request, [50, 60])
     assert answer.token_ids == tuple(asked.generated)
     assert answer.prompt_token_ids == (50, 60, 1, 2, 3)
+    without = running.answer(Pinned(context, "resident", 0.0), request, None)
+    assert (without.token_ids, without.prompt_token_ids) == (answer.token_ids, None)
 
 
 async def test_an_answer_of_one_token_has_no_rate(
@@ -80,7 +87,7 @@ async def test_an_answer_of_one_token_has_no_rate(
     running = RunningQuery(one, received_at=time.perf_counter())
     async for _ in running.events(scheduler):
         pass
-    assert running.answer(Pinned(context, "store", 0), None).timings.decode_tps == 0.0
+    assert running.answer(Pinned(context, "store", 0), REQUEST, None).timings.decode_tps == 0.0
 
 
 async def test_closing_the_iterator_ends_the_sequence_within_one_token(
