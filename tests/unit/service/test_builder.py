@@ -55,7 +55,6 @@ class CountingPlanner(Planner):
 async def forwards_of_a_whole_build(bench: Workbench) -> int:
     """Build the long document under another identity, with nothing else in the engine."""
     before = len(bench.model.batches)
-    bench.builder.start()
     assert (await bench.build(replace(LONG, protect=(Span(0, 1),)))).status == "ready"
     return len(bench.model.batches) - before
 
@@ -129,12 +128,12 @@ async def test_stopped_in_the_middle_it_returns_to_the_queue_uncounted(
     another = bench.another()
     another.start()
     assert await bench.jobs.next_end() == End("settled", record.id, 1)
-    await another.stop()
     assert (await bench.record(record.id)).status == "ready"
     assert len(generations(tmp_path)) == 1
     # Of the first build there were the one forward, and the one in progress.
     forwards = len(bench.model.batches)
     assert forwards == 2 + await forwards_of_a_whole_build(bench)
+    await another.stop()
 
 
 async def test_a_builder_that_waits_for_work_stops_at_once(bench: Workbench) -> None:
