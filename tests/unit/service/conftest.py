@@ -21,6 +21,8 @@ from ...support.scripted_worker import ScriptedWorker
 if TYPE_CHECKING:
     from kvkeep_service.engine.model import LoadedModel
 
+    from .workbench import Workbench
+
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
@@ -66,3 +68,16 @@ async def registry(stores: Stores, worker: ScriptedWorker) -> AsyncIterator[Regi
     registry = Registry(stores, worker)
     yield registry
     await registry.close()
+
+
+@pytest.fixture
+async def bench(
+    stores: Stores, tiny: "LoadedModel", monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator["Workbench"]:
+    """A builder that is not started; nothing it does waits for a clock."""
+    from .workbench import workbench
+
+    monkeypatch.setattr("kvkeep_service.heartbeat._PROGRESS_SECONDS", 0.001)
+    monkeypatch.setattr("kvkeep_service.builder._RETRY_SECONDS", 0)
+    async with workbench(stores, tiny) as opened:
+        yield opened

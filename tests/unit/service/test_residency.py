@@ -5,87 +5,16 @@ import random
 from contextlib import AsyncExitStack, suppress
 
 import pytest
-import torch
 
-from kvkeep_kernels.layout import RaggedKV
 from kvkeep_service.engine.cache import ResidentContext
-from kvkeep_service.residency import CacheKey, Pinned, Residency
+from kvkeep_service.residency import CacheKey, Residency
 from kvkeep_storage.errors import NotFound, ObjectsUnavailable
+
+from .loads import ROW_BYTES, Asker, Store, a_context
 
 pytestmark = pytest.mark.anyio
 
 A, B, C = (CacheKey("acme", name) for name in "abc")
-ROW_BYTES = 2 * 4 * 4
-
-
-def a_context(rows: int = 10, ratio: float = 0.3) -> ResidentContext:
-    k = torch.zeros(rows, 4)
-    start, length = torch.zeros(1, dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
-    return ResidentContext(
-        (RaggedKV(k, k.clone(), start, length),),
-        torch.tensor([[[rows]]], dtype=torch.int32),
-        (ratio,),
-        num_tokens=99,
-    )
-
-
-class Store:
-    """Loads that begin when asked for and end when the test says so."""
-
-    def __init__(self) -> None:
-        self.calls: list[CacheKey] = []
-        self.cancelled: list[CacheKey] = []
-        self.started = asyncio.Event()
-        self._results: list[asyncio.Future[ResidentContext]] = []
-
-    async def load(self, key: CacheKey) -> ResidentContext:
-        result: asyncio.Future[ResidentContext] = asyncio.get_running_loop().create_future()
-        self.calls.append(key)
-        self._results.append(result)
-        self.started.set()
-        try:
-            return await result
-        except asyncio.CancelledError:
-            self.cancelled.append(key)
-            raise
-
-    async def finish(self, outcome: ResidentContext | Exception) -> None:
-        """End the latest load, once there is one."""
-        await self.started.wait()
-        self.started.clear()
-        if isinstance(outcome, Exception):
-            self._results[-1].set_exception(outcome)
-        else:
-            self._results[-1].set_result(outcome)
-
-
-class Asker:
-    """A query: pins, then holds until it is told to let go."""
-
-    def __init__(self, residency: Residency, key: CacheKey, ratio: float = 0.3) -> None:
-        self._let_go = asyncio.Event()
-        self._pinned: asyncio.Future[Pinned] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(self._ask(residency, key, ratio))
-
-    async def pinned(self) -> Pinned:
-        return await self._pinned
-
-    async def let_go(self) -> None:
-        self._let_go.set()
-        await self.task
-
-    async def cancel(self) -> None:
-        self.task.cancel()
-        await asyncio.wait([self.task])
-        assert self.task.cancelled()
-
-    async def _ask(self, residency: Residency, key: CacheKey, ratio: float) -> None:
-        try:
-            async with residency.pinned(key, ratio) as pinned:
-                self._pinned.set_result(pinned)
-                await self._let_go.wait()
-        except Exception as error:  # noqa: BLE001
-            self._pinned.set_exception(error)
 
 
 @pytest.fixture

@@ -1,158 +1,42 @@
 """The worker whole: real stores, a real engine, and everything it holds given back."""
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
+from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.errors import (
-    ContextFailed,
-    ContextModelMismatch,
-    ContextNotReady,
     Overloaded,
     QuestionTooLong,
     WorkerUnavailable,
 )
 from kvkeep_service.ports import (
-    AnswerEvent,
     CompressionSpec,
     DocumentSpec,
     QueryRequest,
-    WorkerStats,
 )
-from kvkeep_service.recovery import Recovery
 from kvkeep_service.registration import Registration
-from kvkeep_service.registry import Registry
 from kvkeep_service.residency import CacheKey
 from kvkeep_service.stores import Stores
-from kvkeep_service.worker import LocalWorker
-from kvkeep_storage.errors import Incompatible, ObjectsUnavailable
-from kvkeep_storage.redis_keys import TenantKeys
 
 from ...support.documents import contract
-from ...support.registering import breaking
-from .engine.gated import PATIENCE_SECONDS, GatedModel, answer_alone
-from .tiny import AT_THIRD, LONG, SHORT, document_tokens, gated, with_positions
-from .workbench import TENANT, WatchedJobs
+from .engine.gated import PATIENCE_SECONDS, answer_alone
+from .serving import IDLE, Service, serving
+from .tiny import AT_THIRD, LONG, SHORT, document_tokens, with_positions
+from .workbench import TENANT
 
 pytestmark = pytest.mark.anyio
-
-IDLE = WorkerStats(
-    resident_caches=0,
-    resident_bytes=0,
-    pinned_caches=0,
-    running_queries=0,
-    waiting_queries=0,
-    running_builds=0,
-    alive=True,
-)
-QUESTION = "Who pays, and when?"
-
-
-@dataclass
-class Service:
-    """A started worker, its registry, and what it stands on."""
-
-    stores: Stores
-    jobs: WatchedJobs
-    loaded: LoadedModel
-    model: GatedModel
-    worker: LocalWorker
-    registry: Registry
-
-    async def ready(
-        self, document: DocumentSpec = SHORT, compression: CompressionSpec = AT_THIRD
-    ) -> QueryRequest:
-        """Register and build; return a question on it, to be varied."""
-        wanted = Registration(document, compression, None, {}, None, None)
-        record = await self.registry.register(TENANT, wanted)
-        if record.status != "ready":
-            assert (await self.jobs.next_end()).how == "settled"
-        askable = await self.registry.open_query(TENANT, record.id, None)
-        return QueryRequest(
-            TENANT,
-            record.id,
-            askable.cache_id,
-            askable.ratio,
-            QUESTION,
-            max_tokens=8,
-            return_token_ids=True,
-        )
-
-    async def answer(self, request: QueryRequest) -> AnswerEvent:
-        pieces = []
-        async with aclosing(self.worker.query(request)) as events:
-            async for event in events:
-                if isinstance(event, AnswerEvent):
-                    assert event.text == "".join(pieces)
-                    return event
-                pieces.append(event.text)
-        raise AssertionError("no answer came")
-
-    async def ids(self, request: QueryRequest) -> tuple[int, ...]:
-        ids = (await self.answer(request)).token_ids
-        assert ids is not None
-        return ids
-
-    async def status(self, request: QueryRequest) -> str:
-        record = await self.stores.metadata.context(TENANT, request.context_id)
-        assert record is not None
-        return record.status
-
-
-@asynccontextmanager
-async def serving(
-    stores: Stores, tiny: LoadedModel, *, rebuilds: bool = True, **options: Any
-) -> AsyncIterator[Service]:
-    jobs = WatchedJobs(stores.metadata)
-    stores = replace(stores, jobs=jobs)
-    loaded, model = gated(tiny)
-    settings = {"max_queue": 64, "resident_bytes": 2**30} | options
-    worker = LocalWorker(
-        loaded, stores, Recovery(stores, rebuilds=rebuilds), owner="worker", **settings
-    )
-    registry = Registry(stores, worker)
-    worker.start()
-    try:
-        yield Service(stores, jobs, loaded, model, worker, registry)
-    finally:
-        model.release()
-        await worker.stop()
-        await registry.close()
 
 
 @pytest.fixture
 async def service(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Service]:
     async with serving(stores, tiny) as started:
         yield started
-
-
-@pytest.fixture
-async def forgetful(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Service]:
-    """Keeps nothing in memory: every answer comes from the store."""
-    async with serving(stores, tiny, resident_bytes=0) as started:
-        yield started
-
-
-def damage(root: Path) -> None:
-    """Flip one bit in the middle of the first slab of every cache."""
-    for path in root.glob("caches/*/*/*/kv-00.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-
-
-def manifests(root: Path) -> list[Path]:
-    return list(root.glob("caches/*/*/*/manifest.json"))
 
 
 async def test_an_answer_is_what_the_engine_gives_for_the_cache(service: Service) -> None:
@@ -314,108 +198,6 @@ async def test_closing_the_iterator_stops_the_generation_within_one_token(
     await service.ids(replace(request, max_tokens=3))
     # Three, the one it was held in, and three of the other question, which was alone.
     assert service.model.batches == [1] * 7
-
-
-async def test_a_damaged_cache_is_told_to_all_who_ask_and_built_again_once(
-    forgetful: Service, tmp_path: Path
-) -> None:
-    request = await forgetful.ready()
-    before = await forgetful.ids(request)
-    damage(tmp_path)
-    asked = await asyncio.gather(
-        *(forgetful.answer(request) for _ in range(3)), return_exceptions=True
-    )
-    assert [type(outcome) for outcome in asked] == [ContextNotReady] * 3
-    assert (await forgetful.jobs.next_end()).how == "settled"
-    assert await forgetful.status(request) == "ready"
-    assert await forgetful.ids(request) == before
-    assert len(manifests(tmp_path)) == 1
-    assert forgetful.worker.stats() == IDLE
-
-
-async def test_a_damaged_cache_in_memory_already_keeps_answering(
-    service: Service, tmp_path: Path
-) -> None:
-    request = await service.ready()
-    before = await service.ids(request)
-    damage(tmp_path)
-    assert await service.ids(request) == before
-
-
-async def test_where_caches_are_not_rebuilt_a_damaged_one_fails_its_context(
-    stores: Stores, tiny: LoadedModel, tmp_path: Path
-) -> None:
-    async with serving(stores, tiny, rebuilds=False, resident_bytes=0) as service:
-        request = await service.ready()
-        damage(tmp_path)
-        with pytest.raises(ContextFailed) as told:
-            await service.answer(request)
-        assert told.value.facts["error_code"] == "cache_corrupt"
-        assert await service.status(request) == "failed"
-
-
-async def test_a_cache_whose_record_is_lost_is_built_again(forgetful: Service) -> None:
-    request = await forgetful.ready()
-    before = await forgetful.ids(request)
-    link = forgetful.stores.metadata.link
-    await link.command("DEL", TenantKeys(TENANT).cache(request.cache_id))
-    with pytest.raises(ContextNotReady):
-        await forgetful.answer(request)
-    assert (await forgetful.jobs.next_end()).how == "settled"
-    assert await forgetful.ids(request) == before
-
-
-async def test_an_outage_of_the_store_is_told_and_proves_nothing(
-    stores: Stores, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvkeep_storage.retries.ATTEMPTS", 1)
-    async with serving(stores, tiny, resident_bytes=0) as service:
-        request = await service.ready()
-        before = await service.ids(request)
-        whole = service.worker._stores
-        away = ObjectsUnavailable("get", "away")
-        service.worker._stores = breaking(whole, "objects", "read_into", away)
-        with pytest.raises(ObjectsUnavailable):
-            await service.answer(request)
-        service.worker._stores = whole
-        assert await service.status(request) == "ready"
-        assert await service.ids(request) == before
-        assert service.worker.stats() == IDLE
-
-
-async def test_another_model_of_the_same_name_refuses_and_touches_nothing(
-    stores: Stores, tiny: LoadedModel
-) -> None:
-    async with serving(stores, tiny) as first:
-        request = await first.ready()
-        before = await first.ids(request)
-    changed = replace(tiny, info=replace(tiny.info, weights_digest="sha256:other"))
-    async with serving(stores, changed) as second:
-        with pytest.raises(ContextModelMismatch, match=r"weights_digest 'sha256:other'"):
-            await second.answer(request)
-        assert await second.status(request) == "ready"
-    async with serving(stores, tiny) as third:
-        assert await third.ids(request) == before
-
-
-async def test_a_cache_of_a_newer_version_is_no_other_model_and_is_not_touched(
-    forgetful: Service, tmp_path: Path
-) -> None:
-    request = await forgetful.ready()
-    (path,) = manifests(tmp_path)
-    content = json.dumps(json.loads(path.read_bytes()) | {"schema_version": 2}).encode()
-    path.write_bytes(content)
-    await forgetful.stores.metadata.link.command(
-        "HSET",
-        TenantKeys(TENANT).cache(request.cache_id),
-        "manifest_sha256",
-        sha256(content).hexdigest(),
-    )
-    with pytest.raises(Incompatible) as told:
-        await forgetful.answer(request)
-    assert told.value.field == "schema_version"
-    assert await forgetful.status(request) == "ready"
-    assert path.exists()
 
 
 async def test_a_dropped_cache_is_forgotten(service: Service) -> None:

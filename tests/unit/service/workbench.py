@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvkeep_service.builder import Builder
@@ -19,9 +20,11 @@ from kvkeep_service.residency import CacheKey, Residency
 from kvkeep_service.stores import Stores
 from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.jobs import Job, Jobs
+from kvkeep_storage.load import LoadedCache, load
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import ContextRecord
 
+from ...support.stores import files_below
 from .engine.gated import PATIENCE_SECONDS, GatedModel
 from .tiny import AT_THIRD, SHORT, gated
 
@@ -94,6 +97,24 @@ class Workbench:
         assert found is not None
         return found
 
+    async def load(self, record: ContextRecord, ratio: float | None) -> LoadedCache:
+        """Load the cache of a context from the store."""
+        stores = self.stores
+        return await load(
+            stores.objects,
+            stores.metadata,
+            stores.leases,
+            TENANT,
+            record.cache_id,
+            expected=self.planner.identity,
+            ratio=ratio,
+        )
+
+    async def until_settled(self) -> None:
+        """Return once a job was settled, however often it was given back before."""
+        while (await self.jobs.next_end()).how != "settled":
+            pass
+
     async def held(self) -> None:
         """Return once the engine stands before a forward."""
         await asyncio.to_thread(self.model.wait_until_held)
@@ -109,6 +130,11 @@ class Workbench:
             "owner": "another",
         }
         return Builder(**(usual | parts))
+
+
+def generations(root: Path) -> list[str]:
+    """The manifests of all generations in an object store."""
+    return [name for name in files_below(root, "caches") if name.endswith("manifest.json")]
 
 
 @asynccontextmanager

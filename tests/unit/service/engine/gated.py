@@ -17,14 +17,16 @@ from kvkeep_service.engine.decode import (
     prefill_question,
 )
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.scheduler import QueryTask, Scheduler
-from kvkeep_service.policies.kvzip import RepeatPrompts
+from kvkeep_service.engine.scheduler import QueryTask, Scheduler, SchedulerStats
+from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 
 from .models import VOCABULARY
 
 # Nothing here takes long; whoever waits longer waits for something that will not come.
 PATIENCE_SECONDS = 60
 PROMPTS = RepeatPrompts(first=(1, 2, 3), later=(4, 5), turn_end=(6,))
+RATIOS = (0.1, 0.3, 0.6)
+IDLE = SchedulerStats(running=0, waiting=0, builds=0, is_alive=True)
 WORDS = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(
         WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
@@ -103,6 +105,10 @@ class Listener:
     def wait(self) -> "Listener":
         assert self.ended.wait(PATIENCE_SECONDS), "the query did not end"
         return self
+
+
+def policy() -> KVzip:
+    return KVzip(PROMPTS, scoring="local", chunk_tokens=128)
 
 
 def sequence(

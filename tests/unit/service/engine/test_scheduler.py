@@ -4,25 +4,23 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from kvkeep_service.engine import scheduler as scheduler_module
-from kvkeep_service.engine.build import BuiltCache, Progress, build
+from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ContextView
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import SamplingOptions
-from kvkeep_service.engine.scheduler import BuildTask, QueryTask, Scheduler, SchedulerStats
-from kvkeep_service.errors import Overloaded, WorkerUnavailable
-from kvkeep_service.policies.kvzip import KVzip
+from kvkeep_service.engine.scheduler import QueryTask, Scheduler, SchedulerStats
+from kvkeep_service.errors import Overloaded
 
 from .gated import (
+    IDLE,
     PATIENCE_SECONDS,
-    PROMPTS,
+    RATIOS,
     WORDS,
     GatedModel,
     Listener,
@@ -30,44 +28,11 @@ from .gated import (
     sequence,
     submit,
 )
-from .models import VOCABULARY, engine_model, random_document, run_build, stock_model
+from .models import VOCABULARY
 
-RATIOS = (0.1, 0.3, 0.6)
-IDLE = SchedulerStats(running=0, waiting=0, builds=0, is_alive=True)
 # Two logits as close as this may change places when a matrix has other rows beside them.
 NEAR_TIE = 1e-4
 AT_ONCE = 8
-
-
-@pytest.fixture(scope="module")
-def plain() -> LanguageModel:
-    return engine_model(stock_model("llama"))
-
-
-@pytest.fixture(scope="module")
-def contexts(plain: LanguageModel) -> list[BuiltCache]:
-    return [
-        run_build(plain, random_document(tokens, seed=tokens), policy(), RATIOS)
-        for tokens in (260, 400, 610)
-    ]
-
-
-@pytest.fixture
-def model(plain: LanguageModel) -> GatedModel:
-    return GatedModel(plain)
-
-
-@pytest.fixture
-def scheduler(model: GatedModel) -> Iterator[Scheduler]:
-    started = Scheduler(model, max_waiting=100)
-    started.start()
-    yield started
-    model.release()
-    assert started.stop(PATIENCE_SECONDS)
-
-
-def policy() -> KVzip:
-    return KVzip(PROMPTS, scoring="local", chunk_tokens=128)
 
 
 def words(length: int, seed: int) -> list[int]:
@@ -84,35 +49,6 @@ class Measured(Sequence):
         best, second = logits.topk(2).values.tolist()
         self.margins = [*getattr(self, "margins", []), best - second]
         return super().accept(logits)
-
-
-@dataclass
-class Building:
-    """Takes what the engine says of one build."""
-
-    task: BuildTask
-    progress: list[Progress] = field(default_factory=list)
-    outcomes: list[tuple[BuiltCache | None, BaseException | None]] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    @classmethod
-    def submitted(
-        cls, scheduler: Scheduler, steps: Generator[Progress, None, BuiltCache]
-    ) -> "Building":
-        building = cls(BuildTask(steps, lambda _: None, lambda *_: None))
-        building.task.on_progress = building.progress.append
-        building.task.on_finished = building._finish
-        scheduler.submit_build(building.task)
-        return building
-
-    def _finish(self, built: BuiltCache | None, error: BaseException | None) -> None:
-        self.outcomes.append((built, error))
-        self.ended.set()
-
-    def wait(self) -> tuple[BuiltCache | None, BaseException | None]:
-        assert self.ended.wait(PATIENCE_SECONDS), "the build did not end"
-        (outcome,) = self.outcomes
-        return outcome
 
 
 def run_some_at_once(
@@ -353,100 +289,6 @@ def test_a_forward_that_fails_ends_its_queries_with_the_error_and_not_the_engine
     assert scheduler.stats() == IDLE
 
 
-def test_stopping_tells_everybody_who_waits_and_refuses_the_rest(
-    model: GatedModel, contexts: list[BuiltCache], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_RUNNING", 1)
-    scheduler = Scheduler(model, max_waiting=9)
-    with pytest.raises(WorkerUnavailable):
-        submit(scheduler, sequence(model, contexts[0].context.view(0.1), [1], SequenceOptions(1)))
-    scheduler.start()
-    view = contexts[0].context.view(0.1)
-    model.hold_after(2)
-    listeners = [
-        submit(scheduler, sequence(model, view, [n], SequenceOptions(100)))[1] for n in range(3)
-    ]
-    closed: list[str] = []
-    builds = [Building.submitted(scheduler, _endless(closed)) for _ in range(2)]
-    model.wait_until_held()
-    assert not scheduler.stop(deadline_seconds=0), "it is in a forward"
-    assert not scheduler.stats().is_alive
-    model.release()
-    for listener in listeners:
-        assert isinstance(listener.wait().error, WorkerUnavailable)
-        assert listener.times_ended == 1
-    for building in builds:
-        built, error = building.wait()
-        assert built is None
-        assert isinstance(error, WorkerUnavailable)
-    # The second was never begun, so it had nothing to close.
-    assert closed == ["closed"]
-    assert scheduler.stop(PATIENCE_SECONDS)
-    assert scheduler.stats() == SchedulerStats(0, 0, 0, is_alive=False)
-    with pytest.raises(WorkerUnavailable):
-        submit(scheduler, sequence(model, view, [1], SequenceOptions(1)))
-    with pytest.raises(WorkerUnavailable):
-        Building.submitted(scheduler, _endless(closed))
-
-
-def test_a_build_between_answers_changes_neither(
-    plain: LanguageModel, model: GatedModel, scheduler: Scheduler, contexts: list[BuiltCache]
-) -> None:
-    document = random_document(500, seed=77)
-    view = contexts[2].context.view(0.3)
-    expected = answer_alone(plain, sequence(plain, view, [3, 4], SequenceOptions(40)))
-    model.hold_after(0)
-    asked = sequence(model, view, [3, 4], SequenceOptions(40))
-    _, listener = submit(scheduler, asked)
-    building = Building.submitted(scheduler, build(model, document, policy=policy(), ratios=RATIOS))
-    model.release()
-    built, error = building.wait()
-    assert listener.wait().error is None
-    assert asked.generated == expected
-    assert error is None
-    assert built is not None
-    reference = run_build(plain, document, policy(), RATIOS)
-    for ours, theirs in zip(built.context.layers, reference.context.layers, strict=True):
-        assert torch.equal(ours.k, theirs.k)
-        assert torch.equal(ours.v, theirs.v)
-    fractions = [progress.fraction for progress in building.progress]
-    assert fractions == sorted(fractions)
-    assert {progress.stage for progress in building.progress} == {
-        "prefill",
-        "scoring",
-        "compacting",
-    }
-
-
-def test_builds_run_in_order_and_one_that_fails_is_told_and_ends_alone(
-    scheduler: Scheduler,
-) -> None:
-    order: list[str] = []
-    results = [
-        Building.submitted(scheduler, _steps(order, "first", lambda: None)),
-        Building.submitted(scheduler, _steps(order, "second", _fail)),
-        Building.submitted(scheduler, _steps(order, "third", lambda: None)),
-    ]
-    outcomes = [building.wait() for building in results]
-    kinds = [type(error).__name__ for _, error in outcomes]
-    assert kinds == ["NotImplementedError", "KeyError", "NotImplementedError"]
-    assert order == ["first", "first", "second", "third", "third"]
-    assert scheduler.stats() == IDLE
-
-
-def test_a_cancelled_build_is_closed_and_the_next_one_runs(scheduler: Scheduler) -> None:
-    closed: list[str] = []
-    begun = threading.Event()
-    building = Building.submitted(scheduler, _endless(closed, begun))
-    after = Building.submitted(scheduler, _steps([], "after", lambda: None))
-    assert begun.wait(PATIENCE_SECONDS)
-    building.task.cancelled.set()
-    assert building.wait() == (None, None)
-    assert closed == ["closed"]
-    after.wait()
-    assert scheduler.stats() == IDLE
-
-
 def test_counts_and_tails_are_gone_after_queries_half_of_which_were_cancelled(
     model: GatedModel, scheduler: Scheduler, contexts: list[BuiltCache]
 ) -> None:
@@ -469,29 +311,3 @@ def test_counts_and_tails_are_gone_after_queries_half_of_which_were_cancelled(
     del tasks, asked, task, listener
     gc.collect()
     assert not any(tail() for tail in tails), "the engine keeps a tail"
-
-
-def _endless(
-    closed: list[str], begun: threading.Event | None = None
-) -> Generator[Progress, None, BuiltCache]:
-    if begun is not None:
-        begun.set()
-    try:
-        while True:
-            yield Progress("prefill", 0.5)
-    finally:
-        closed.append("closed")
-
-
-def _steps(
-    order: list[str], name: str, then: Callable[[], None]
-) -> Generator[Progress, None, BuiltCache]:
-    order.append(name)
-    yield Progress("prefill", 0.5)
-    then()
-    order.append(name)
-    raise NotImplementedError("a real one would return a cache now")
-
-
-def _fail() -> None:
-    raise KeyError("broken")
