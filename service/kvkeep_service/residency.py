@@ -69,15 +69,15 @@ class Residency:
 
     @asynccontextmanager
     async def pinned(self, key: CacheKey, ratio: float) -> AsyncIterator[Pinned]:
-        """Hold a cache that reaches ``ratio`` for the length of a ``with`` block.
+        """Hold a cache that is cut at ``ratio`` for the length of a ``with`` block.
 
         Raises: what ``load`` raises; every waiter of one load gets the same error. NotFound when
-            even the loaded cache does not reach ``ratio``.
+            even the loaded cache is not cut at ``ratio``.
         """
         started = time.perf_counter()
         source: CacheSource = "resident"
         entry = self._entries.get(key)
-        if entry is None or entry.context.ratios[-1] < ratio:
+        if entry is None or ratio not in entry.context.ratios:
             entry, source = await self._fetch(key), "store"
         entry.pins += 1
         if self._entries.get(key) is entry:
@@ -85,7 +85,7 @@ class Residency:
         else:
             self._detached.add(entry)
         try:
-            if entry.context.ratios[-1] < ratio:
+            if ratio not in entry.context.ratios:
                 raise NotFound("cache", f"{key.cache_id} at ratio {ratio}")
             yield Pinned(entry.context, source, time.perf_counter() - started)
         finally:
@@ -145,7 +145,7 @@ class Residency:
     def _place(self, key: CacheKey, context: ResidentContext) -> _Entry:
         """Keep a loaded cache, unless a build has brought as much of it in the meantime."""
         present = self._entries.get(key)
-        if present is not None and present.context.ratios[-1] >= context.ratios[-1]:
+        if present is not None and set(present.context.ratios) >= set(context.ratios):
             return present
         return self._replace(key, context)
 

@@ -1,6 +1,5 @@
 """The KV that the engine owns: a document's full cache, a query's tail, a resident context."""
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
@@ -114,12 +113,12 @@ class ResidentContext:
         return sum(layer.size_bytes for layer in self.layers)
 
     def view(self, ratio: float) -> ContextView:
-        """The context at the smallest stored ratio that reaches ``ratio``; made once for each.
+        """The context at one of its ratios: the same buffers, shorter runs; made once for each.
 
-        The same buffers with shorter runs. ``ratio`` is at most the built one.
+        Raises: ValueError, when ``ratio`` is not one of ``ratios``: rounding would make an answer
+            depend on what others asked for.
         """
-        band = bisect_left(self.ratios, ratio)
-        ratio = self.ratios[band]
+        band = self.ratios.index(ratio)
         if ratio not in self._views:
             lengths = self.counts[: band + 1].sum(dim=0, dtype=torch.int32)
             layers = tuple(

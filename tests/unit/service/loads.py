@@ -11,13 +11,13 @@ from kvkeep_service.residency import CacheKey, Pinned, Residency
 ROW_BYTES = 2 * 4 * 4
 
 
-def a_context(rows: int = 10, ratio: float = 0.3) -> ResidentContext:
+def a_context(rows: int = 10, ratios: tuple[float, ...] = (0.3,)) -> ResidentContext:
     k = torch.zeros(rows, 4)
     start, length = torch.zeros(1, dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
     return ResidentContext(
         (RaggedKV(k, k.clone(), start, length),),
-        torch.tensor([[[rows]]], dtype=torch.int32),
-        (ratio,),
+        torch.tensor([[[rows]], *[[[0]]] * (len(ratios) - 1)], dtype=torch.int32),
+        ratios,
         num_tokens=99,
     )
 

@@ -84,16 +84,14 @@ def test_a_full_cache_gives_back_any_piece_and_frees_layer_by_layer() -> None:
         cache.rows(0, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("asked", "served"), [(0.01, 0.1), (0.1, 0.1), (0.11, 0.3), (0.3, 0.3), (0.5, 1.0), (1.0, 1.0)]
-)
-def test_a_view_is_the_smallest_stored_ratio_that_reaches_the_asked_one(
-    context: ResidentContext, asked: float, served: float
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_view_is_the_prefix_of_every_run_that_a_ratio_keeps(
+    context: ResidentContext, ratio: float
 ) -> None:
-    view = context.view(asked)
-    assert view.ratio == served
+    view = context.view(ratio)
+    assert view.ratio == ratio
     assert view.num_tokens == 40
-    bands = RATIOS.index(served) + 1
+    bands = RATIOS.index(ratio) + 1
     for index, layer in enumerate(view.layers):
         expected = context.counts[:bands, index].sum(0).tolist()
         assert layer.length.tolist() == expected
@@ -104,9 +102,14 @@ def test_a_view_is_the_smallest_stored_ratio_that_reaches_the_asked_one(
             assert torch.equal(v, whole_v[:length])
 
 
+def test_a_view_is_never_rounded_to_another_ratio(context: ResidentContext) -> None:
+    with pytest.raises(ValueError, match="not in tuple"):
+        context.view(0.2)
+
+
 def test_a_view_copies_nothing_and_is_made_once(context: ResidentContext) -> None:
     # Sequences on one view are recognised by identity and read its rows together.
-    assert context.view(0.2) is context.view(0.3)
+    assert context.view(0.3) is context.view(0.3)
     for low, whole in zip(context.view(0.1).layers, context.layers, strict=True):
         assert low.k.data_ptr() == whole.k.data_ptr()
         assert low.v.data_ptr() == whole.v.data_ptr()
