@@ -11,9 +11,11 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 _TEMPORARY_PREFIX = ".kvkeep-"
@@ -21,6 +23,8 @@ _TEMPORARY_SUFFIX = ".tmp"
 # A directory can vanish between making it and using it, when another process deletes the
 # last file in it; each lost race costs one round.
 _DIRECTORY_RACES = 8
+# The most buffers that one read may fill.
+_BUFFERS_PER_READ = os.sysconf("SC_IOV_MAX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,29 @@ def read_exactly(path: Path, into: memoryview, offset: int) -> None:
             if count == 0:
                 raise EOFError(f"{path} ends at byte {offset + done}")
             done += count
+    finally:
+        os.close(descriptor)
+
+
+def read_scattered(path: Path, into: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers of bytes, one after the other, from ``offset`` on.
+
+    Reads, and does not map, the file: of a file that is cut short meanwhile, a read is an
+    error and a mapped page is a SIGBUS. Modifies: ``into``.
+    Raises: EOFError when the file ends before that; OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        rest = deque(view for view in into if view)
+        while rest:
+            count = os.preadv(descriptor, list(islice(rest, _BUFFERS_PER_READ)), offset)
+            if count == 0:
+                raise EOFError(f"{path} ends at byte {offset}")
+            offset += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest.popleft())
+            if count:
+                rest[0] = rest[0][count:]
     finally:
         os.close(descriptor)
 

@@ -8,7 +8,7 @@ import asyncio
 import errno
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,11 @@ class Objects:
         self._store = store
         self._root = root
         self._deadline_seconds = deadline_seconds
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether every read goes over a network; False for a local directory."""
+        return self._root is None
 
     @classmethod
     def open(cls, url: str, *, deadline_seconds: float = 30.0) -> Self:
@@ -122,6 +127,30 @@ class Objects:
             (self._read_range(key, into[start : start + RANGE_BYTES], start) for start in starts),
             limit=_PARALLEL_RANGES,
         )
+
+    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+        """Fill buffers, one after the other, with the bytes of an object from ``start`` on.
+
+        One read of a local file, straight into the buffers, or one ranged request. The views
+        are writable and of bytes.
+
+        Modifies: ``into``; after an error, or a cancellation, bytes may still arrive there, so
+        it must not be used again.
+        Raises: NotFound; Corrupt when the object ends before the last buffer is full, and its
+        size says so too; ObjectsUnavailable, also for a read that came short on the way.
+        """
+        size_bytes = sum(len(view) for view in into)
+        try:
+            async with self._operation("read", key, size_bytes):
+                await self._fill(key, start, into, size_bytes)
+        except ObjectsUnavailable as error:
+            if not isinstance(error.__cause__, EOFError):
+                raise
+            stored_bytes = await self.size(key)
+            if stored_bytes < start + size_bytes:
+                reason = f"{stored_bytes} bytes are stored, {start + size_bytes} were written"
+                raise Corrupt(key, reason) from error
+            raise
 
     async def size(self, key: str) -> int:
         """Size of an object in bytes. Raises: NotFound, ObjectsUnavailable."""
@@ -220,6 +249,28 @@ class Objects:
             if len(content) != len(into):
                 raise EOFError(f"{len(content)} of {len(into)} bytes arrived")
             into[:] = memoryview(content)
+
+    async def _fill(
+        self, key: str, start: int, into: Sequence[memoryview], size_bytes: int
+    ) -> None:
+        """Raises: EOFError when fewer bytes come; whatever the store fails with."""
+        if self._root is not None:
+            await asyncio.to_thread(durable.read_scattered, self._root / key, into, start)
+            return
+        stored_bytes = (await obstore.head_async(self._store, key))["size"]
+        if stored_bytes < start + size_bytes:
+            raise EOFError(f"{stored_bytes} bytes are stored")
+        if not size_bytes:
+            return
+        content = memoryview(
+            await obstore.get_range_async(self._store, key, start=start, length=size_bytes)
+        )
+        if len(content) != size_bytes:
+            raise EOFError(f"{len(content)} of {size_bytes} bytes arrived")
+        done = 0
+        for view in into:
+            view[:] = content[done : done + len(view)]
+            done += len(view)
 
     @asynccontextmanager
     async def _operation(self, name: str, key: str, size_bytes: int) -> AsyncIterator[None]:

@@ -162,6 +162,36 @@ def test_a_read_past_the_end_is_an_error(tmp_path: Path) -> None:
         durable.read_exactly(tmp_path / "x", memoryview(bytearray(5)), 0)
 
 
+@pytest.mark.parametrize("limits", [(1024, 2**30), (1, 2**30), (2, 2**30), (1024, 1), (2, 3)])
+def test_a_scattered_read_fills_every_buffer_however_the_kernel_cuts_it(
+    limits: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers_max, bytes_max = limits
+    real = os.preadv
+
+    def cut(descriptor: int, into: list[memoryview], offset: int) -> int:
+        assert len(into) <= buffers_max
+        taken = []
+        room = bytes_max
+        for view in into:
+            taken.append(view[:room])
+            room -= len(taken[-1])
+        return real(descriptor, taken, offset)
+
+    monkeypatch.setattr(durable, "_BUFFERS_PER_READ", buffers_max)
+    monkeypatch.setattr(os, "preadv", cut)
+    (tmp_path / "x").write_bytes(b"0123456789")
+    into = [bytearray(size) for size in (1, 0, 4, 2, 0)]
+    durable.read_scattered(tmp_path / "x", [memoryview(part) for part in into], 2)
+    assert into == [b"2", b"", b"3456", b"78", b""]
+
+
+def test_a_scattered_read_past_the_end_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"0123")
+    with pytest.raises(EOFError, match="byte 4"):
+        durable.read_scattered(tmp_path / "x", [memoryview(bytearray(2)) for _ in range(3)], 0)
+
+
 def test_only_leftovers_of_writes_count_as_temporary(tmp_path: Path) -> None:
     leftover = tmp_path / "a" / ".kvkeep-00112233.tmp"
     leftover.parent.mkdir()

@@ -92,6 +92,25 @@ async def test_an_object_of_another_size_is_corrupt_and_nothing_is_read(
     assert into == bytearray(size)
 
 
+async def test_one_read_fills_many_buffers_from_anywhere(store: Objects) -> None:
+    await store.put("x", b"0123456789")
+    into = [bytearray(size) for size in (3, 0, 1, 2)]
+    await store.read_ranges("x", 2, [memoryview(part) for part in into])
+    assert into == [b"234", b"", b"5", b"67"]
+    await store.read_ranges("x", 10, [memoryview(bytearray())])
+
+
+@pytest.mark.parametrize("start", [8, 10, 50])
+async def test_an_object_that_ends_before_the_buffers_do_is_corrupt(
+    store: Objects, start: int
+) -> None:
+    await store.put("x", b"0123456789")
+    with pytest.raises(Corrupt, match="10 bytes are stored"):
+        await store.read_ranges("x", start, [memoryview(bytearray(1)), memoryview(bytearray(2))])
+    with pytest.raises(NotFound):
+        await store.read_ranges("y", 0, [memoryview(bytearray(1))])
+
+
 async def test_listing_finds_objects_below_and_directories_right_below(store: Objects) -> None:
     for key in ("a/1/x", "a/1/y", "a/2/z/w", "ab/x"):
         await store.put(key, key.encode())
@@ -206,6 +225,8 @@ async def test_a_range_that_comes_short_is_unavailable_not_accepted(
     monkeypatch.setattr(obstore, "get_range_async", short)
     with pytest.raises(ObjectsUnavailable, match="2 of 4 bytes"):
         await remote.read_into("x", memoryview(bytearray(4)))
+    with pytest.raises(ObjectsUnavailable, match="2 of 4 bytes"):
+        await remote.read_ranges("x", 0, [memoryview(bytearray(4))])
 
 
 async def test_temporary_files_are_not_objects_and_go_when_they_are_old(
