@@ -33,7 +33,7 @@ def test_fifty_questions_at_once_are_answered_as_each_is_alone(server: Server) -
     assert server.query(building["id"], "Who pays?", wait=60).status_code == 200
 
 
-def test_equal_documents_registered_at_once_are_built_once(server: Server) -> None:
+def test_field_58_equal_documents_registered_at_once_are_built_once(server: Server) -> None:
     before = len(server.generations())
     text = contract("Registered by several at once", 30)
     with ThreadPoolExecutor(AT_ONCE) as threads:

@@ -108,7 +108,7 @@ def _flip(at: float) -> Callable[[Path], None]:
         pytest.param("kv-03.safetensors", Path.unlink, id="a-missing-slab"),
     ],
 )
-def test_a_damaged_cache_is_never_answered_from_and_is_built_again(
+def test_field_07_a_damaged_cache_is_never_answered_from_and_is_built_again(
     loading: Server, request: pytest.FixtureRequest, name: str, damage: Callable[[Path], None]
 ) -> None:
     stored = Stored(loading, request.node.callspec.id)
@@ -118,7 +118,9 @@ def test_a_damaged_cache_is_never_answered_from_and_is_built_again(
     stored.assert_was_rebuilt()
 
 
-def test_of_many_who_ask_a_damaged_cache_nobody_is_answered_from_it(loading: Server) -> None:
+def test_field_03_of_many_who_ask_a_damaged_cache_nobody_is_answered_from_it(
+    loading: Server,
+) -> None:
     stored = Stored(loading, "Asked by many")
     flip_bit(stored.generation / "kv-02.safetensors", 0.5)
     with ThreadPoolExecutor(8) as threads:

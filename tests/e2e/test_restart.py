@@ -19,7 +19,9 @@ END_OF_TURN = 2
 SMILES = "🙂🙂🙂🙂🙂🙂"
 
 
-def test_the_real_model_answers_the_same_from_memory_and_after_kill_9(tmp_path: Path) -> None:
+def test_field_01_the_real_model_answers_the_same_from_memory_and_after_kill_9(
+    tmp_path: Path,
+) -> None:
     with Server(tmp_path / "data", threads=1, **EAGER_SWEEPS) as server:
         ready = server.create(contract("Carriage of goods by road", 12))
         # Asked twice: between "ready" and the first question it may not be in memory yet.

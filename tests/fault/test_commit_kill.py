@@ -70,7 +70,7 @@ async def _restarted(stores: Stores) -> None:
 
 
 @pytest.mark.parametrize("step", BEFORE_FLIP)
-async def test_killed_before_the_flip_nothing_is_visible_and_a_redo_commits(
+async def test_field_25_killed_before_the_flip_nothing_is_visible_and_a_redo_commits(
     stores: Stores, valkey_url: str, step: str
 ) -> None:
     await stores.register(FACTS)

@@ -22,7 +22,7 @@ FACTS = facts_for(ROWS)
 
 
 @pytest.mark.parametrize("name", ["kv-00.safetensors", "kv-01.safetensors", "manifest.json"])
-async def test_a_flipped_bit_in_any_byte_of_a_stored_file_is_never_an_answer(
+async def test_field_09_a_flipped_bit_in_any_byte_of_a_stored_file_is_never_an_answer(
     stores: Stores, name: str
 ) -> None:
     await stores.register(FACTS)
@@ -40,7 +40,9 @@ async def test_a_flipped_bit_in_any_byte_of_a_stored_file_is_never_an_answer(
 
 
 @pytest.mark.parametrize("name", ["kv-00.safetensors", "kv-01.safetensors", "manifest.json"])
-async def test_a_stored_file_cut_anywhere_is_never_an_answer(stores: Stores, name: str) -> None:
+async def test_field_15_a_stored_file_cut_anywhere_is_never_an_answer(
+    stores: Stores, name: str
+) -> None:
     await stores.register(FACTS)
     path = stores.folder(await stores.build(ROWS, FACTS)) / name
     whole = path.read_bytes()

@@ -23,7 +23,7 @@ def planner(tiny: LoadedModel) -> Planner:
     return Planner(tiny)
 
 
-def test_a_build_plans_what_registering_promised(planner: Planner) -> None:
+def test_field_59_a_build_plans_what_registering_promised(planner: Planner) -> None:
     document = DocumentSpec(
         SHORT.text, "You are a lawyer.", "Read this lease:", (Span(0, 5), Span(40, 44))
     )
@@ -120,7 +120,7 @@ def test_a_document_that_leaves_no_room_for_questions_is_refused_with_both_numbe
     assert (refused.value.tokens, refused.value.max_tokens) == (total, total - 1)
 
 
-def test_a_document_too_short_to_evict_from_is_kept_whole(planner: Planner) -> None:
+def test_field_41_a_document_too_short_to_evict_from_is_kept_whole(planner: Planner) -> None:
     words = " pear" * 1000
     lengths = {}
     for count in range(1, 400):

@@ -96,7 +96,7 @@ async def test_where_caches_are_not_rebuilt_the_contexts_fail_for_good(
     assert mirror.record.status == "failed"
 
 
-async def test_every_query_that_found_it_corrupt_is_told_the_same_and_it_goes_once(
+async def test_field_08_every_query_that_found_it_corrupt_is_told_the_same_and_it_goes_once(
     stores: Stores, cache: CacheRecord
 ) -> None:
     recovery = Recovery(stores, rebuilds=True)
@@ -120,7 +120,7 @@ async def test_a_generation_that_was_replaced_meanwhile_is_left_alone(
     assert len((await storage.load(FACTS)).rows.layers) == 2
 
 
-async def test_a_ready_context_without_a_cache_record_is_built_again(
+async def test_field_28_a_ready_context_without_a_cache_record_is_built_again(
     stores: Stores, storage: Storage
 ) -> None:
     await storage.register(FACTS, "ctx_01", status="ready")

@@ -171,7 +171,7 @@ async def test_without_a_budget_a_cache_serves_its_query_and_goes(store: Store) 
     assert counts(residency) == (0, 0, 0)
 
 
-async def test_a_dropped_cache_stays_with_its_query_and_is_found_by_nobody(
+async def test_field_18_a_dropped_cache_stays_with_its_query_and_is_found_by_nobody(
     residency: Residency, store: Store
 ) -> None:
     residency.adopt(A, a_context())

@@ -75,7 +75,7 @@ def assert_same_runs(ours: ResidentContext, theirs: ResidentContext, ratio: floa
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.anyio
-async def test_engine_to_store_to_engine_is_bit_for_bit(
+async def test_field_19_engine_to_store_to_engine_is_bit_for_bit(
     storage: Storage, dtype: torch.dtype
 ) -> None:
     built = a_build(model_in(dtype))

@@ -129,7 +129,7 @@ async def test_one_more_than_may_wait_is_overloaded_and_lets_go_of_its_cache(
         assert await running == await waiting
 
 
-async def test_nothing_is_held_after_many_queries_half_of_them_cancelled(
+async def test_field_22_nothing_is_held_after_many_queries_half_of_them_cancelled(
     stores: Stores, tiny: LoadedModel
 ) -> None:
     rng = random.Random(4)

@@ -134,7 +134,7 @@ def _with(stores: Stores, objects_like: type[Objects]) -> Any:
     return stores.objects
 
 
-async def test_a_lease_taken_over_in_mid_build_fences_the_commit(stores: Stores) -> None:
+async def test_field_54_a_lease_taken_over_in_mid_build_fences_the_commit(stores: Stores) -> None:
     await stores.register(FACTS)
     lease = await stores.lease(FACTS)
 

@@ -43,7 +43,7 @@ def test_replace_overwrites(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "publish"), [(durable.create, "link"), (durable.replace, "replace")]
 )
-def test_everything_is_synced_in_the_order_that_survives_power_loss(
+def test_field_26_everything_is_synced_in_the_order_that_survives_power_loss(
     write: Callable[..., None], publish: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []

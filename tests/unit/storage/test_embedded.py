@@ -176,7 +176,7 @@ def test_a_second_server_is_never_started_over_one_that_does_not_answer(
     assert pid_of(store.redis_url) == pid
 
 
-def test_a_socket_left_by_a_dead_server_does_not_stop_the_next_start(
+def test_field_23_a_socket_left_by_a_dead_server_does_not_stop_the_next_start(
     store: EmbeddedStore, tmp_path: Path
 ) -> None:
     owner = owner_of(tmp_path / "data")

@@ -30,13 +30,13 @@ def test_the_ratio_is_no_part_of_the_identity() -> None:
     assert not [item.name for item in fields(Fingerprint) if "ratio" in item.name]
 
 
-def test_the_digest_is_the_same_in_every_process_and_version() -> None:
+def test_field_35_the_digest_is_the_same_in_every_process_and_version() -> None:
     # Changing this value makes every stored cache unknown: raise the schema version with it.
     expected = "936a0f8c81f676156a3258bbf73d48f1b6f28dd59f7a309b8f3b7eaf96a0f91b"
     assert a_fingerprint().digest == expected
 
 
-def test_text_cannot_move_from_one_field_to_the_next() -> None:
+def test_field_37_text_cannot_move_from_one_field_to_the_next() -> None:
     # A field may even hold what looks like the next field's tag.
     one = a_fingerprint(adapter_digest="a", tenant_salt="bc")
     two = a_fingerprint(adapter_digest="ab", tenant_salt="c")

@@ -84,7 +84,7 @@ async def test_a_job_is_not_claimable_while_its_owner_is_heard_of(
     assert entry["times_delivered"] == 1
 
 
-async def test_the_job_of_a_dead_owner_goes_to_another_and_attempts_are_counted(
+async def test_field_53_the_job_of_a_dead_owner_goes_to_another_and_attempts_are_counted(
     metadata: Metadata, redis: Redis
 ) -> None:
     jobs = Jobs(metadata)
@@ -109,7 +109,9 @@ async def test_a_waiting_worker_takes_over_a_job_that_falls_silent(
     assert (job.context_id, job.attempts, job.owner) == ("ctx_01", 2, "w2")
 
 
-async def test_a_zombie_never_steals_its_job_back(metadata: Metadata, redis: Redis) -> None:
+async def test_field_54_a_zombie_never_steals_its_job_back(
+    metadata: Metadata, redis: Redis
+) -> None:
     jobs = Jobs(metadata)
     await jobs.enqueue(TENANT, "ctx_01")
     zombie = await claimed(jobs, "w1")
@@ -209,7 +211,7 @@ async def test_reconciling_enqueues_exactly_the_unfinished_without_a_job(
     assert await jobs.claim("w2", 0) is None
 
 
-async def test_a_flushed_queue_is_mended_by_the_reconciler(
+async def test_field_55_a_flushed_queue_is_mended_by_the_reconciler(
     metadata: Metadata, redis: Redis
 ) -> None:
     jobs = Jobs(metadata)

@@ -170,7 +170,7 @@ async def test_a_read_lease_is_renewed_while_it_is_held(metadata: Metadata, redi
     assert await leases.readers(TENANT, CACHE) == 0
 
 
-async def test_a_dead_readers_lease_runs_out(metadata: Metadata, redis: Redis) -> None:
+async def test_field_21_a_dead_readers_lease_runs_out(metadata: Metadata, redis: Redis) -> None:
     leases = Leases(metadata, ttl_seconds=60)
     async with leases.read_lease(TENANT, CACHE):
         await redis.zadd(READERS, {"dead": 1.0})

@@ -116,7 +116,7 @@ async def test_files_of_another_context_are_seen(stores: Stores, names: list[str
     await _expect_corrupt(stores, cache)
 
 
-async def test_files_of_an_old_generation_are_seen(stores: Stores) -> None:
+async def test_field_17_files_of_an_old_generation_are_seen(stores: Stores) -> None:
     old = await _committed(stores)
     rebuilt = random_rows(5, counts=ROWS.counts)
     lease = await stores.lease(FACTS)

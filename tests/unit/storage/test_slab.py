@@ -180,7 +180,7 @@ def test_a_slab_in_another_ones_place_is_seen() -> None:
             _verify(rows, 0, slab, foreign.content)
 
 
-def test_counts_other_than_the_manifests_are_seen_even_under_right_digests() -> None:
+def test_field_04_counts_other_than_the_manifests_are_seen_even_under_right_digests() -> None:
     rows = random_rows(counts=np.array([[[2, 3]]], np.int32), ratios=(0.1,))
     slab = encode_slab(rows, 0)
     swapped = np.array([[3, 2]], np.int32)
@@ -188,7 +188,7 @@ def test_counts_other_than_the_manifests_are_seen_even_under_right_digests() -> 
         verify_slab(_bytes(slab.content), slab.digests, swapped, rows.dtype, rows.head_dim)
 
 
-def test_a_dtype_other_than_the_manifests_is_seen_even_under_right_digests() -> None:
+def test_field_11_a_dtype_other_than_the_manifests_is_seen_even_under_right_digests() -> None:
     rows = random_rows(dtype="bfloat16")
     slab = encode_slab(rows, 0)
     with pytest.raises(Corrupt, match="BF16"):

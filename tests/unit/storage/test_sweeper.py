@@ -98,7 +98,7 @@ async def test_an_orphan_that_is_being_read_is_kept(stores: Stores) -> None:
     assert (await _sweep(stores)).orphan_generations == 1
 
 
-async def test_leftovers_of_crashed_writes_go(stores: Stores) -> None:
+async def test_field_24_leftovers_of_crashed_writes_go(stores: Stores) -> None:
     await stores.register(FACTS)
     folder = stores.folder(await stores.build(ROWS, FACTS))
     (folder / ".kvkeep-00.tmp").write_bytes(b"half")
@@ -149,7 +149,7 @@ async def test_a_context_that_expired_just_now_still_says_so(stores: Stores) -> 
     assert record.status == "expired"
 
 
-async def test_an_expiry_entry_that_the_record_does_not_confirm_deletes_nothing(
+async def test_field_29_an_expiry_entry_that_the_record_does_not_confirm_deletes_nothing(
     stores: Stores, redis: Redis
 ) -> None:
     await stores.register(FACTS)

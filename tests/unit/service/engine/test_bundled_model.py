@@ -132,7 +132,7 @@ def _without_document(view: ContextView, tokens: DocumentTokens) -> ContextView:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_an_architecture_that_would_be_served_wrongly_is_refused_by_name(
+def test_field_16_an_architecture_that_would_be_served_wrongly_is_refused_by_name(
     change: dict[str, object], reason: str
 ) -> None:
     config = tiny_config("llama")

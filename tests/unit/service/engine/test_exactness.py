@@ -91,7 +91,7 @@ def test_evicted_rows_are_as_if_masked_in_a_dense_model(kind: str, ratio: float)
     assert ratio == 0.5 or (full - dense).abs().max() > 1e-2
 
 
-def test_positions_of_a_question_start_at_n_however_few_rows_are_kept() -> None:
+def test_field_40_positions_of_a_question_start_at_n_however_few_rows_are_kept() -> None:
     stock = stock_model("llama")
     document = random_document(300, seed=3)
     model = engine_model(stock)

@@ -106,7 +106,7 @@ def test_the_published_chunk_size_is_used_for_exact_scoring() -> None:
     assert CHUNK_TOKENS["exact"] == 2000
 
 
-def test_scoring_that_kept_another_share_than_asked_fails_the_build() -> None:
+def test_field_42_scoring_that_kept_another_share_than_asked_fails_the_build() -> None:
     built = run_build(
         engine_model(stock_model("llama")),
         random_document(300),

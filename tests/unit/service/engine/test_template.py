@@ -17,7 +17,7 @@ def template(tokenizer: Any) -> ChatTemplate:
     return ChatTemplate(tokenizer, model="bundled")
 
 
-def test_the_three_pieces_are_the_text_of_a_full_rendering(
+def test_field_39_the_three_pieces_are_the_text_of_a_full_rendering(
     tokenizer: Any, template: ChatTemplate
 ) -> None:
     frame = template.frame("Be brief.", "Read this:")
