@@ -23,6 +23,7 @@ from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.load import load
 from kvkeep_storage.manifest import ManifestFacts
 from kvkeep_storage.records import ContextRecord
+from kvkeep_storage.sources import ObjectSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class StoredCache:
         """Read, verify and hand over, as the server does when a cache is not resident."""
         stores = self.stores
         loaded = await load(
+            ObjectSource(stores.objects),
             stores.objects,
             stores.metadata,
             stores.leases,

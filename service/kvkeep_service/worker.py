@@ -37,6 +37,7 @@ from kvkeep_storage.documents import get_document
 from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.load import load
+from kvkeep_storage.sources import ObjectSource
 
 _log = structlog.get_logger(__name__)
 
@@ -162,6 +163,7 @@ class LocalWorker:
     async def _load(self, key: CacheKey) -> ResidentContext:
         stores = self._stores
         loaded = await load(
+            ObjectSource(stores.objects),
             stores.objects,
             stores.metadata,
             stores.leases,

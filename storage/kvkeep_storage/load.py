@@ -15,12 +15,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvkeep_storage.artifact import CacheRows, Int32Array, LayerRows, RowBytes
+from kvkeep_storage.arrival import ArrivingRows, LoadObserver
+from kvkeep_storage.artifact import CacheRows, RowBytes
 from kvkeep_storage.binding import require_bound
 from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.errors import (
     Corrupt,
     Incompatible,
+    Invalid,
     NotFound,
     ObjectsUnavailable,
 )
@@ -34,6 +36,7 @@ from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab import empty_layers, scatter_slab, verify_slab
+from kvkeep_storage.sources import Origin, Source
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +55,11 @@ class LoadedCache:
     rows: CacheRows
     manifest: Manifest
     cache: CacheRecord
+    source: Origin
 
 
 async def load(
+    source: Source,
     objects: Objects,
     metadata: Metadata,
     leases: Leases,
@@ -63,26 +68,34 @@ async def load(
     *,
     expected: ModelIdentity,
     ratio: float | None,
+    first_ratio: float | None = None,
+    observer: LoadObserver | None = None,
 ) -> LoadedCache:
     """Load the committed generation of a cache, holding a read lease meanwhile.
 
-    Every head's run is the exact prefix that ``ratio`` keeps: the ratio itself when it is
-    stored, else the next stored one above it; None is all. Modifies nothing.
+    Every head's run is the exact prefix that ``ratio`` keeps; None is all. With ``first_ratio``
+    the bands up to it are read and announced before any other is. Modifies nothing.
     Raises: NotFound when no generation is committed; Corrupt, naming cache and generation, when
     its bytes are proven wrong (see ``quarantine``); Incompatible for another model than
-    ``expected`` or a newer schema; Invalid for a ratio above the built one; StoreMismatch;
-    ObjectsUnavailable and MetadataUnavailable after bounded retries.
+    ``expected`` or a newer schema; Invalid for a ratio that the cache is not cut at, or a
+    ``first_ratio`` above ``ratio``; StoreMismatch; ObjectsUnavailable and MetadataUnavailable
+    after bounded retries. After any of them, what ``observer`` was told stays valid.
     """
+    announced = _Announced(observer)
     async with leases.read_lease(tenant, cache_id):
         for _ in range(_GENERATIONS):
             cache = await metadata.cache(tenant, cache_id)
             if cache is None:
                 break
             try:
-                return await _load_generation(objects, cache, expected, ratio)
+                return await _load_generation(
+                    source, cache, expected, ratio, first_ratio, announced
+                )
             except (Corrupt, NotFound) as error:
                 now = await metadata.cache(tenant, cache_id)
                 if now is None or now.generation != cache.generation:
+                    if announced.anything:
+                        raise NotFound("cache generation", cache.generation) from error
                     continue
                 await require_bound(objects, metadata)
                 raise _proven(error, cache) from error
@@ -90,24 +103,24 @@ async def load(
 
 
 async def _load_generation(
-    objects: Objects, cache: CacheRecord, expected: ModelIdentity, ratio: float | None
+    source: Source,
+    cache: CacheRecord,
+    expected: ModelIdentity,
+    ratio: float | None,
+    first_ratio: float | None,
+    announced: "_Announced",
 ) -> LoadedCache:
     key = GenerationKey(cache.tenant, cache.cache_id, cache.generation)
-    manifest = await _proving(lambda: _read_manifest(objects, key, cache))
+    origin = await source.origin(key.prefix)
+    manifest = await _proving(source, key, lambda: _read_manifest(source, key, cache))
     _check_model(manifest.fingerprint.model_identity, expected)
     bands = manifest.bands(ratio)
+    first = bands if first_ratio is None else manifest.bands(first_ratio)
+    if first > bands:
+        raise Invalid("first_ratio", f"{first_ratio} is above the ratio {ratio}")
     counts = manifest.counts_array()[:bands]
     layers = await asyncio.to_thread(empty_layers, counts, manifest.row_bytes)
-    room = _Room(counts, layers)
-    await run_together(
-        (
-            _proving(partial(_read_slab, objects, key.slab(band), manifest, band, room))
-            for band in range(bands)
-        ),
-        limit=_SLABS_AT_ONCE,
-    )
-    rows = await asyncio.to_thread(
-        CacheRows,
+    rows = ArrivingRows(
         manifest.dtype,
         manifest.num_kv_heads,
         manifest.head_dim,
@@ -116,7 +129,37 @@ async def _load_generation(
         manifest.protected_array(),
         layers,
     )
-    return LoadedCache(rows, manifest, cache)
+    for some in (range(first), range(first, bands)):
+        await run_together(
+            (
+                _proving(
+                    source, key, partial(_read_slab, source, key.slab(band), manifest, band, rows)
+                )
+                for band in some
+            ),
+            limit=_SLABS_AT_ONCE,
+        )
+        if some.start == 0:
+            announced.first(rows, manifest)
+    return LoadedCache(await asyncio.to_thread(rows.whole), manifest, cache, origin)
+
+
+class _Announced:
+    """Tells an observer, and remembers whether it was told anything."""
+
+    def __init__(self, observer: LoadObserver | None) -> None:
+        self.anything = False
+        self._observer = observer
+
+    def first(self, rows: ArrivingRows, manifest: Manifest) -> None:
+        """Every layer of the first bands is verified."""
+        if self._observer is None:
+            return
+        self.anything = True
+        self._observer.on_room(rows, manifest)
+        for index in range(len(rows.layers)):
+            self._observer.on_layer(index)
+        self._observer.on_first()
 
 
 async def quarantine(
@@ -137,16 +180,8 @@ async def quarantine(
     return rebuilding
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Room:
-    """Where the rows of all asked bands go. Shapes: counts int32 [bands, layers, heads]."""
-
-    counts: Int32Array
-    layers: tuple[LayerRows, ...]
-
-
-async def _read_manifest(objects: Objects, key: GenerationKey, cache: CacheRecord) -> Manifest:
-    content = await retrying(partial(objects.get, key.manifest))
+async def _read_manifest(source: Source, key: GenerationKey, cache: CacheRecord) -> Manifest:
+    content = await retrying(partial(source.get, key.manifest))
     if sha256_hex(content) != cache.manifest_sha256:
         raise Corrupt(key.manifest, "its sha256 differs from the record's")
     manifest = Manifest.decode(content)
@@ -156,21 +191,23 @@ async def _read_manifest(objects: Objects, key: GenerationKey, cache: CacheRecor
 
 
 async def _read_slab(
-    objects: Objects, name: str, manifest: Manifest, band: int, room: _Room
+    source: Source, name: str, manifest: Manifest, band: int, rows: ArrivingRows
 ) -> None:
-    """Read, verify and scatter one slab. Modifies: this band's rows in ``room``."""
+    """Read, verify and scatter one slab. Modifies: this band's rows in ``rows``."""
     digests = manifest.slabs[band].digests
 
     async def read() -> RowBytes:
         # New memory for each try: a read that missed its deadline may still write to its own.
         content = np.empty(digests.size_bytes, np.uint8)
-        await objects.read_into(name, content.data)
+        if (stored_bytes := await source.size(name)) != len(content):
+            raise Corrupt(name, f"{stored_bytes} bytes are stored, {len(content)} were written")
+        await source.read_ranges(name, 0, [content.data])
         return content
 
     def verify_and_scatter(content: RowBytes) -> None:
-        counts = room.counts[band]
+        counts = rows.counts[band]
         slab = verify_slab(content, digests, counts, manifest.dtype, manifest.head_dim)
-        scatter_slab(slab, band, room.counts, room.layers)
+        scatter_slab(slab, band, rows.counts, rows.layers)
 
     content = await retrying(read)
     try:
@@ -179,11 +216,14 @@ async def _read_slab(
         raise Corrupt(f"{name}: {error.name}", error.reason) from error
 
 
-async def _proving(read: Callable[[], Awaitable[Result]]) -> Result:
-    """Read again when the bytes are wrong: twice the same is the store's fault, not the way's."""
+async def _proving(
+    source: Source, key: GenerationKey, read: Callable[[], Awaitable[Result]]
+) -> Result:
+    """Read again, from the store itself, when bytes are wrong: only that proves them wrong."""
     try:
         return await read()
     except Corrupt:
+        await source.forget(key.prefix)
         return await read()
 
 

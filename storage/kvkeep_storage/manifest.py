@@ -210,15 +210,15 @@ class Manifest(BaseModel):
         return _head_counts(self.protected)
 
     def bands(self, ratio: float | None) -> int:
-        """How many bands give at least ``ratio``: exactly it, when it is a stored one; None is all.
+        """How many bands give exactly ``ratio``; None is all of them.
 
-        Raises: Invalid when the cache was built at a lower ratio.
+        Raises: Invalid when the cache is not cut there.
         """
         if ratio is None:
             return len(self.ratios)
-        if not 0.0 < ratio <= self.ratios[-1]:
-            raise Invalid("ratio", f"{ratio} is not stored; the cache holds {self.ratios}")
-        return next(band for band, stored in enumerate(self.ratios, 1) if stored >= ratio)
+        if ratio not in self.ratios:
+            raise Invalid("ratio", f"{ratio} is not stored; the cache is cut at {self.ratios}")
+        return self.ratios.index(ratio) + 1
 
 
 def sha256_hex(content: bytes) -> str:

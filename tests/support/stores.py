@@ -15,6 +15,7 @@ from kvkeep_storage.manifest import ManifestFacts
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
+from kvkeep_storage.sources import ObjectSource
 
 TENANT = "acme"
 
@@ -106,6 +107,7 @@ class Stores:
         self, facts: ManifestFacts, ratio: float | None = None, tenant: str = TENANT
     ) -> LoadedCache:
         return await load(
+            ObjectSource(self.objects),
             self.objects,
             self.metadata,
             self.leases,

@@ -109,7 +109,7 @@ async def test_an_outage_of_the_store_is_told_and_proves_nothing(
         before = await service.ids(request)
         whole = service.worker._stores
         away = ObjectsUnavailable("get", "away")
-        service.worker._stores = breaking(whole, "objects", "read_into", away)
+        service.worker._stores = breaking(whole, "objects", "read_ranges", away)
         with pytest.raises(ObjectsUnavailable):
             await service.answer(request)
         service.worker._stores = whole

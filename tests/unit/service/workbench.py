@@ -23,6 +23,7 @@ from kvkeep_storage.jobs import Job, Jobs
 from kvkeep_storage.load import LoadedCache, load
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import ContextRecord
+from kvkeep_storage.sources import ObjectSource
 
 from ...support.stores import files_below
 from .engine.gated import PATIENCE_SECONDS, GatedModel
@@ -101,6 +102,7 @@ class Workbench:
         """Load the cache of a context from the store."""
         stores = self.stores
         return await load(
+            ObjectSource(stores.objects),
             stores.objects,
             stores.metadata,
             stores.leases,

@@ -1,7 +1,7 @@
 import asyncio
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS
+from kvkeep_storage.sources import ObjectSource
 
 from ...support.caches import RATIOS, assert_equal_rows, facts_for, prefix_of, random_rows
 from ...support.stores import TENANT, Stores
@@ -77,12 +78,13 @@ async def test_no_ratio_means_all_of_it(stores: Stores) -> None:
     assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
 
 
-async def test_a_ratio_between_two_stored_ones_gets_the_one_above(stores: Stores) -> None:
+@pytest.mark.parametrize("ratio", [0.07, 0.4])
+async def test_a_ratio_that_the_cache_is_not_cut_at_is_refused(
+    stores: Stores, ratio: float
+) -> None:
     await _committed(stores)
-    loaded = await stores.load(FACTS, 0.07)
-    assert loaded.rows.ratios == (0.05, 0.1)
     with pytest.raises(Invalid, match="ratio"):
-        await stores.load(FACTS, 0.4)
+        await stores.load(FACTS, ratio)
 
 
 async def test_a_lower_ratio_reads_no_byte_of_the_slabs_above_it(stores: Stores) -> None:
@@ -130,6 +132,7 @@ async def test_a_cache_of_another_model_is_refused_and_kept(stores: Stores, name
     )
     with pytest.raises(Incompatible, match=name):
         await load(
+            ObjectSource(stores.objects),
             stores.objects,
             stores.metadata,
             stores.leases,
@@ -163,12 +166,12 @@ class _FailsAtFirst(Objects):
             raise ObjectsUnavailable("get", "flaky")
         return content
 
-    async def read_into(self, key: str, into: memoryview) -> None:
-        await super().read_into(key, into)
+    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+        await super().read_ranges(key, start, into)
         if self._failing(key):
             if not self.wrong_bytes:
                 raise ObjectsUnavailable("read", "flaky")
-            into[len(into) // 2] ^= 1
+            into[-1][len(into[-1]) // 2] ^= 1
 
 
 async def test_trouble_that_passes_is_not_seen_by_the_caller(stores: Stores) -> None:
@@ -212,11 +215,11 @@ class _ActsOnce(Objects):
 
     act: Any = None
 
-    async def read_into(self, key: str, into: memoryview) -> None:
+    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
         if self.act is not None:
             act, self.act = self.act, None
             await act()
-        await super().read_into(key, into)
+        await super().read_ranges(key, start, into)
 
 
 async def test_a_generation_replaced_during_the_load_gives_the_new_one_whole(
@@ -285,14 +288,15 @@ async def test_a_read_that_missed_its_deadline_cannot_write_into_the_answer(
     late: list[memoryview] = []
 
     class Late(Objects):
-        async def read_into(self, key: str, into: memoryview) -> None:
+        async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
             if not late:
-                late.append(into)
+                late.extend(into)
                 raise ObjectsUnavailable("read", "no answer")
-            await super().read_into(key, into)
+            await super().read_ranges(key, start, into)
 
     await _committed(stores)
     _with(stores, Late)
     loaded = await stores.load(FACTS)
-    late[0][:] = os.urandom(len(late[0]))
+    for view in late:
+        view[:] = os.urandom(len(view))
     assert_equal_rows(loaded.rows, ROWS)
