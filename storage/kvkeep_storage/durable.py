@@ -83,23 +83,6 @@ def delete(path: Path, *, root: Path) -> None:
             return
 
 
-def read_exactly(path: Path, into: memoryview, offset: int) -> None:
-    """Fill ``into`` from ``offset`` on. Modifies: ``into``.
-
-    Raises: EOFError when the file ends before that; OSError.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        done = 0
-        while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], offset + done)
-            if count == 0:
-                raise EOFError(f"{path} ends at byte {offset + done}")
-            done += count
-    finally:
-        os.close(descriptor)
-
-
 def read_scattered(path: Path, into: Sequence[memoryview], offset: int) -> None:
     """Fill buffers of bytes, one after the other, from ``offset`` on.
 

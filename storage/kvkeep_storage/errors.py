@@ -16,6 +16,7 @@
     │   └── RecordCorrupt             a record in Redis: reindex
     ├── Incompatible                  readable, but not by this version: rebuild
     ├── Full                          no space; nothing half-written is visible
+    ├── QuotaExceeded                 the tenant has as much as it may have
     └── StoreMismatch                 Redis and the object store do not belong together
 
 ``code`` is stable and goes out to users; ``retryable`` says whether the same call may succeed
@@ -141,6 +142,11 @@ class ObjectsUnavailable(Unavailable):
 
     code = "storage_unavailable"
 
+    def __init__(self, operation: str, reason: str, *, abandoned: bool = False) -> None:
+        """``abandoned``: it ran into its deadline, and what it began may still go on."""
+        super().__init__(operation, reason)
+        self.abandoned = abandoned
+
 
 class Corrupt(StorageError):
     """Stored bytes are proven wrong: a digest, a size or a count differs."""
@@ -194,6 +200,21 @@ class Full(StorageError):
         super().__init__(f"no space left for {name} ({size_bytes} bytes)")
         self.name = name
         self.size_bytes = size_bytes
+
+
+class QuotaExceeded(StorageError):
+    """A tenant asks for more than its quota allows; nothing was changed."""
+
+    code = "quota_exceeded"
+    retryable = True
+
+    def __init__(self, quota: str, limit: int, used: int, asked: int) -> None:
+        """Name the quota ("contexts", "queued" or "bytes"), and all three in its unit."""
+        super().__init__(f"quota of {quota}: {used} of {limit} are used, {asked} more were asked")
+        self.quota = quota
+        self.limit = limit
+        self.used = used
+        self.asked = asked
 
 
 class StoreMismatch(StorageError):

@@ -20,14 +20,12 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, from_url
 
 from kvkeep_storage import durable, keys
-from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.errors import Conflict, Corrupt, Full, Invalid, NotFound, ObjectsUnavailable
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 RANGE_BYTES = 8 * 1024 * 1024
-_PARALLEL_RANGES = 8
 # Below this rate a transfer counts as stalled; the deadline of an operation grows with its size.
 _SLOWEST_BYTES_PER_SECOND = 4 * 1024 * 1024
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -112,30 +110,14 @@ class Objects:
             result = await obstore.get_async(self._store, key)
             return bytes(await result.bytes_async())
 
-    async def read_into(self, key: str, into: memoryview) -> None:
-        """Read an object whole into memory of exactly its size, in parallel ranges.
-
-        Modifies: ``into``; after an error, or a cancellation, a range may still arrive there,
-        so it must not be used again.
-        Raises: NotFound; Corrupt when the object has another size; ObjectsUnavailable.
-        """
-        size_bytes = await self.size(key)
-        if size_bytes != len(into):
-            raise Corrupt(key, f"{size_bytes} bytes are stored, {len(into)} were written")
-        starts = range(0, len(into), RANGE_BYTES)
-        await run_together(
-            (self._read_range(key, into[start : start + RANGE_BYTES], start) for start in starts),
-            limit=_PARALLEL_RANGES,
-        )
-
     async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
         """Fill buffers, one after the other, with the bytes of an object from ``start`` on.
 
         One read of a local file, straight into the buffers, or one ranged request. The views
         are writable and of bytes.
 
-        Modifies: ``into``; after an error, or a cancellation, bytes may still arrive there, so
-        it must not be used again.
+        Modifies: ``into``. After a cancellation, and after an error that is ``abandoned``, bytes
+        may still arrive there, so it must not be used again; after any other error nothing does.
         Raises: NotFound; Corrupt when the object ends before the last buffer is full, and its
         size says so too; ObjectsUnavailable, also for a read that came short on the way.
         """
@@ -238,18 +220,6 @@ class Objects:
         async with self._operation("delete", "temporary files", 0):
             return await asyncio.to_thread(_delete_temporary, self._root, older_than_seconds)
 
-    async def _read_range(self, key: str, into: memoryview, start: int) -> None:
-        async with self._operation("read", key, len(into)):
-            if self._root is not None:
-                await asyncio.to_thread(durable.read_exactly, self._root / key, into, start)
-                return
-            end = start + len(into)
-            content = await obstore.get_range_async(self._store, key, start=start, end=end)
-            # A store may answer with less than was asked for.
-            if len(content) != len(into):
-                raise EOFError(f"{len(content)} of {len(into)} bytes arrived")
-            into[:] = memoryview(content)
-
     async def _fill(
         self, key: str, start: int, into: Sequence[memoryview], size_bytes: int
     ) -> None:
@@ -280,7 +250,8 @@ class Objects:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
-            raise ObjectsUnavailable(name, f"{key}: no answer in {seconds:.0f} s") from error
+            reason = f"{key}: no answer in {seconds:.0f} s"
+            raise ObjectsUnavailable(name, reason, abandoned=True) from error
         except FileNotFoundError as error:
             raise NotFound("object", key) from error
         except (FileExistsError, AlreadyExistsError) as error:

@@ -29,8 +29,10 @@ class Source(Protocol):
     async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
         """Fill buffers, one after the other, with the bytes of an object from ``start`` on.
 
-        Modifies: ``into``; after an error, or a cancellation, bytes may still arrive there, so
-        it must not be used again.
+        Modifies: ``into``. After a cancellation, and after an ObjectsUnavailable that is
+        ``abandoned``, bytes may still arrive there, so it must not be used again; after any
+        other error nothing may arrive any more. Whoever reads the same bytes elsewhere after an
+        abandoned read needs other buffers, or passes the error on.
         """
         ...
 

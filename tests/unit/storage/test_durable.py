@@ -152,14 +152,14 @@ def test_a_deletion_is_on_disk_before_it_returns(
 def test_reads_fill_exactly_their_part(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     into = bytearray(b"......")
-    durable.read_exactly(tmp_path / "x", memoryview(into)[1:5], 3)
+    durable.read_scattered(tmp_path / "x", [memoryview(into)[1:5]], 3)
     assert into == b".3456."
 
 
 def test_a_read_past_the_end_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123")
     with pytest.raises(EOFError, match="byte 4"):
-        durable.read_exactly(tmp_path / "x", memoryview(bytearray(5)), 0)
+        durable.read_scattered(tmp_path / "x", [memoryview(bytearray(5))], 0)
 
 
 @pytest.mark.parametrize("limits", [(1024, 2**30), (1, 2**30), (2, 2**30), (1024, 1), (2, 3)])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import stamina
 
-from kvkeep_storage import objects as objects_module
 from kvkeep_storage.artifact import CacheDtype
 from kvkeep_storage.errors import (
     Corrupt,
@@ -60,9 +59,8 @@ def _with(stores: Stores, objects_like: type[Objects]) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("bands", [1, 2, 3])
 async def test_a_load_gives_every_heads_exact_prefix(
-    stores: Stores, dtype: CacheDtype, bands: int, monkeypatch: pytest.MonkeyPatch
+    stores: Stores, dtype: CacheDtype, bands: int
 ) -> None:
-    monkeypatch.setattr(objects_module, "RANGE_BYTES", 1000)
     rows = random_rows(dtype=dtype, num_layers=11, rows_max=9)
     facts = facts_for(rows)
     await stores.register(facts)

@@ -9,7 +9,7 @@ import obstore
 import pytest
 from obstore.store import LocalStore, MemoryStore
 
-from kvkeep_storage import durable, objects
+from kvkeep_storage import durable
 from kvkeep_storage.errors import Conflict, Corrupt, Full, Invalid, NotFound, ObjectsUnavailable
 from kvkeep_storage.objects import Objects
 
@@ -60,36 +60,13 @@ async def test_what_is_missing_is_not_found_and_deleting_it_is_success(store: Ob
         with pytest.raises(NotFound, match="no/x"):
             await read
     with pytest.raises(NotFound):
-        await store.read_into("no/x", memoryview(bytearray(3)))
+        await store.read_ranges("no/x", 0, [memoryview(bytearray(3))])
     await store.delete("no/x")
     await store.put("x", b"1")
     await store.delete("x")
     await store.delete("x")
     with pytest.raises(NotFound):
         await store.get("x")
-
-
-@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 64 * 20, 64 * 20 + 5])
-async def test_a_read_in_ranges_gives_every_byte(
-    store: Objects, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(objects, "RANGE_BYTES", 64)
-    content = os.urandom(size)
-    await store.put("x", content)
-    into = bytearray(size)
-    await store.read_into("x", memoryview(into))
-    assert into == content
-
-
-@pytest.mark.parametrize("size", [6, 8])
-async def test_an_object_of_another_size_is_corrupt_and_nothing_is_read(
-    store: Objects, size: int
-) -> None:
-    await store.put("x", b"1234567")
-    into = bytearray(size)
-    with pytest.raises(Corrupt, match="7 bytes are stored"):
-        await store.read_into("x", memoryview(into))
-    assert into == bytearray(size)
 
 
 async def test_one_read_fills_many_buffers_from_anywhere(store: Objects) -> None:
@@ -168,11 +145,12 @@ async def test_a_store_that_does_not_answer_is_unavailable(
         lambda: stalled.size("x"),
         lambda: stalled.delete("x"),
         lambda: stalled.directories_below("x"),
-        lambda: stalled.read_into("x", memoryview(bytearray(1))),
+        lambda: stalled.read_ranges("x", 0, [memoryview(bytearray(1))]),
     ]
     for call in calls:
-        with pytest.raises(ObjectsUnavailable, match="no answer"):
+        with pytest.raises(ObjectsUnavailable, match="no answer") as error:
             await call()
+        assert error.value.abandoned
 
 
 async def test_a_disk_that_does_not_answer_is_unavailable(
@@ -188,11 +166,12 @@ async def test_a_disk_that_does_not_answer_is_unavailable(
         stalled.put("x", b"1"),
         stalled.put_if_absent("y", b"1"),
         stalled.delete("x"),
-        stalled.read_into("x", memoryview(bytearray(1))),
+        stalled.read_ranges("x", 0, [memoryview(bytearray(1))]),
         stalled.delete_temporary_files(0),
     ):
-        with pytest.raises(ObjectsUnavailable, match="no answer"):
+        with pytest.raises(ObjectsUnavailable, match="no answer") as error:
             await call
+        assert error.value.abandoned
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
@@ -223,10 +202,9 @@ async def test_a_range_that_comes_short_is_unavailable_not_accepted(
     remote = Objects(MemoryStore(), root=None)
     await remote.put("x", b"1234")
     monkeypatch.setattr(obstore, "get_range_async", short)
-    with pytest.raises(ObjectsUnavailable, match="2 of 4 bytes"):
-        await remote.read_into("x", memoryview(bytearray(4)))
-    with pytest.raises(ObjectsUnavailable, match="2 of 4 bytes"):
+    with pytest.raises(ObjectsUnavailable, match="2 of 4 bytes") as error:
         await remote.read_ranges("x", 0, [memoryview(bytearray(4))])
+    assert not error.value.abandoned
 
 
 async def test_temporary_files_are_not_objects_and_go_when_they_are_old(
