@@ -1,6 +1,6 @@
 """Cache records in Redis: which generation of a cache is committed, and who refers to it."""
 
-from kvkeep_storage import redis_scripts as scripts
+from kvkeep_storage import cache_scripts as scripts
 from kvkeep_storage.errors import Conflict, Invalid, LeaseLost, Unreferenced
 from kvkeep_storage.record_codec import pairs
 from kvkeep_storage.records import BuildLease, CacheRecord
@@ -42,6 +42,8 @@ class CacheTable(RedisTable):
                         keys.caches,
                         keys.references(cache.cache_id),
                         keys.unfinished,
+                        keys.waiting(cache.cache_id),
+                        keys.charges,
                         *(keys.context(item) for item in ids),
                     ],
                     [lease.value, cache.cache_id, now, len(ids), *ids, *stored],
@@ -70,6 +72,8 @@ class CacheTable(RedisTable):
                         keys.caches,
                         keys.references(cache_id),
                         keys.unfinished,
+                        keys.waiting(cache_id),
+                        keys.charges,
                         *(keys.context(item) for item in ids),
                     ],
                     [cache_id, generation, len(ids), *ids],
@@ -78,6 +82,28 @@ class CacheTable(RedisTable):
             if outcome != "retry":
                 return rebuilding
         raise Conflict("cache", cache_id, f"its contexts changed {MAX_RACES} times")
+
+    async def evict(self, tenant: str, cache_id: str, generation: str) -> bool:
+        """Forget a committed generation that nobody needs now; its contexts stay ready.
+
+        They are built again at their next question. False, and nothing changed, when the record
+        names another generation, a context waits for this cache, or somebody builds or reads
+        it. The objects are the caller's to delete, afterwards.
+        """
+        keys = TenantKeys(tenant)
+        evicted = await self._link.run(
+            scripts.EVICT,
+            [
+                keys.cache(cache_id),
+                keys.caches,
+                keys.waiting(cache_id),
+                keys.charges,
+                keys.build_lease(cache_id),
+                keys.read_leases(cache_id),
+            ],
+            [cache_id, generation],
+        )
+        return evicted == 1
 
     async def live_generations(self, tenant: str) -> set[tuple[str, str]]:
         """Every committed (cache id, generation) of a tenant.
@@ -99,7 +125,12 @@ class CacheTable(RedisTable):
         keys = TenantKeys(cache.tenant)
         written = await self._link.run(
             scripts.RESTORE_CACHE,
-            [keys.cache(cache.cache_id), keys.caches],
+            [
+                keys.cache(cache.cache_id),
+                keys.caches,
+                keys.waiting(cache.cache_id),
+                keys.charges,
+            ],
             [cache.cache_id, *pairs(cache.to_hash())],
         )
         return written == 1

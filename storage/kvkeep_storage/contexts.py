@@ -5,11 +5,12 @@ from enum import Enum
 from typing import Final
 
 from kvkeep_storage import redis_scripts as scripts
+from kvkeep_storage.cache_scripts import ATTACH
 from kvkeep_storage.context_index import ContextIndex
-from kvkeep_storage.errors import Conflict, Gone, Invalid, NotFound
+from kvkeep_storage.errors import Conflict, Gone, Invalid, NotFound, QuotaExceeded
+from kvkeep_storage.quotas import NO_QUOTAS, Quotas
 from kvkeep_storage.record_codec import encode, pairs
 from kvkeep_storage.records import (
-    UNFINISHED,
     ContextRecord,
     Expiry,
     Released,
@@ -37,17 +38,26 @@ class ContextTable(ContextIndex):
     All methods raise MetadataUnavailable.
     """
 
-    async def create_context(self, record: ContextRecord) -> None:
+    async def create_context(self, record: ContextRecord, quotas: Quotas = NO_QUOTAS) -> None:
         """Write a new context, its list and expiry entries and its reference to the cache.
 
-        Raises: Conflict when the id is taken; nothing is changed then. Also Conflict when an
-        earlier call with this record was carried out and its reply lost.
+        The tenant is charged for its cache at once, by estimate while it is not committed. The
+        quotas are compared in the same step, so requests at one time cannot pass them together.
+        Raises: QuotaExceeded; Conflict when the id is taken; nothing is changed then. Also
+        Conflict when an earlier call with this record was carried out and its reply lost.
         """
-        if not await self.restore_context(record):
+        outcome, *rest = await self._create(record, quotas)
+        if outcome == "quota":
+            raise _quota_exceeded(rest)
+        if outcome == "taken":
             raise Conflict("context", record.id, "this id is taken")
 
     async def restore_context(self, record: ContextRecord) -> bool:
-        """Write a context unless its id is taken; False when it is."""
+        """Write a context unless its id is taken; False when it is. Asks for no quota."""
+        outcome, *_ = await self._create(record, NO_QUOTAS)
+        return outcome == "ok"
+
+    async def _create(self, record: ContextRecord, quotas: Quotas) -> list[str]:
         if record.status == "expired":
             raise Invalid("context.status", "'expired' is derived from expires_at, never stored")
         keys = TenantKeys(record.tenant)
@@ -55,7 +65,7 @@ class ContextTable(ContextIndex):
         # unknown would never expire nor be built.
         await self._link.command("SADD", TENANTS, record.tenant)
         stored = record.to_hash()
-        created = await self._link.run(
+        reply = await self._link.run(
             scripts.CREATE,
             [
                 keys.context(record.id),
@@ -63,15 +73,19 @@ class ContextTable(ContextIndex):
                 keys.unfinished,
                 keys.expiry,
                 keys.references(record.cache_id),
+                keys.cache(record.cache_id),
+                keys.waiting(record.cache_id),
+                keys.charges,
             ],
             [
                 record.id,
-                int(record.status in UNFINISHED),
+                record.cache_id,
                 stored.get("expires_at", ""),
+                *quotas.limits("contexts", "queued", "bytes"),
                 *pairs(stored),
             ],
         )
-        return created == 1
+        return texts(reply)
 
     async def patch_context(
         self,
@@ -146,7 +160,8 @@ class ContextTable(ContextIndex):
     async def fail_context(self, tenant: str, context_id: str, code: str, detail: str) -> bool:
         """End the build of a context for good, with the error users will see.
 
-        False, and nothing written, when it is missing, ready, or has failed already.
+        False when it is missing, ready, or has failed already. A ready one that was to be built
+        afresh keeps its cache and waits no longer; nothing else is written in these cases.
         """
         error = {"error_code": code, "error_detail": detail[:_ERROR_DETAIL_CHARS_MAX]}
         return await self._move(tenant, context_id, "failed", error) == "ok"
@@ -160,8 +175,14 @@ class ContextTable(ContextIndex):
         keys = TenantKeys(tenant)
         cache_id = await self._cache_id(keys, context_id)
         attached = await self._link.run(
-            scripts.ATTACH,
-            [keys.context(context_id), keys.cache(cache_id), keys.unfinished],
+            ATTACH,
+            [
+                keys.context(context_id),
+                keys.cache(cache_id),
+                keys.unfinished,
+                keys.waiting(cache_id),
+                keys.charges,
+            ],
             [context_id, cache_id, now],
         )
         return await self.context(tenant, context_id) if attached == 1 else None
@@ -187,6 +208,8 @@ class ContextTable(ContextIndex):
                         keys.references(cache_id),
                         keys.cache(cache_id),
                         keys.caches,
+                        keys.waiting(cache_id),
+                        keys.charges,
                     ],
                     [context_id, cache_id],
                 )
@@ -199,24 +222,66 @@ class ContextTable(ContextIndex):
             "context", context_id, f"its cache changed {MAX_RACES} times during a delete"
         )
 
+    async def rebuild_context(
+        self, tenant: str, context_id: str, quotas: Quotas = NO_QUOTAS
+    ) -> ContextRecord:
+        """Let a context wait for a new build, and answer the record as it is then.
+
+        A failed one becomes "queued"; a ready one stays ready, and answers from the generation
+        it has until the new one is committed. One that waits already is left as it is. The
+        caller enqueues it. Raises: NotFound, Gone, QuotaExceeded, RecordCorrupt.
+        """
+        keys = TenantKeys(tenant)
+        for _ in range(MAX_RACES):
+            cache_id = await self._cache_id(keys, context_id)
+            outcome, *rest = texts(
+                await self._link.run(
+                    scripts.REBUILD,
+                    self._waiting_keys(keys, context_id, cache_id),
+                    [context_id, cache_id, self._clock(), *quotas.limits("queued", "bytes")],
+                )
+            )
+            match outcome:
+                case "ok":
+                    return self._read(dict(zip(rest[::2], rest[1::2], strict=True)))
+                case "missing":
+                    raise NotFound("context", context_id)
+                case "gone":
+                    raise Gone("context", context_id, float(rest[0]))
+                case "quota":
+                    raise _quota_exceeded(rest)
+        raise Conflict("context", context_id, f"its cache changed {MAX_RACES} times")
+
     async def _move(
         self, tenant: str, context_id: str, status: Status, fields: Mapping[str, str]
     ) -> str:
         keys = TenantKeys(tenant)
-        reply = await self._link.run(
-            scripts.MOVE,
-            [keys.context(context_id), keys.unfinished],
-            [
-                context_id,
-                status,
-                int(status in UNFINISHED),
-                ",".join(sources(status)),
-                *pairs(fields),
-            ],
-        )
-        return str(reply)
+        for _ in range(MAX_RACES):
+            cache_id = await self._cache_id(keys, context_id)
+            reply = await self._link.run(
+                scripts.MOVE,
+                self._waiting_keys(keys, context_id, cache_id),
+                [context_id, cache_id, status, ",".join(sources(status)), *pairs(fields)],
+            )
+            if reply != "retry":
+                return str(reply)
+        raise Conflict("context", context_id, f"its cache changed {MAX_RACES} times")
+
+    def _waiting_keys(self, keys: TenantKeys, context_id: str, cache_id: str) -> list[str]:
+        return [
+            keys.context(context_id),
+            keys.unfinished,
+            keys.cache(cache_id),
+            keys.waiting(cache_id),
+            keys.charges,
+        ]
 
     async def _cache_id(self, keys: TenantKeys, context_id: str) -> str:
         # Empty when there is no such context; the scripts look at the record again.
         found = await self._link.command("HGET", keys.context(context_id), "cache_id")
         return "" if found is None else str(found)
+
+
+def _quota_exceeded(reply: list[str]) -> QuotaExceeded:
+    quota, limit, used, asked = reply
+    return QuotaExceeded(quota, int(limit), int(used), int(asked))

@@ -1,7 +1,8 @@
 """The records of storage in Redis or Valkey, and whether they belong to this object store.
 
     ContextIndex ─ ContextTable ─┐
-    CacheTable ──────────────────┼─ Metadata
+    CacheTable ──────────────────┤
+    UsageTable ──────────────────┼─ Metadata
     IdempotencyTable ────────────┘
 
 Each table is a file of its own; leases and jobs are separate and share the connection.
@@ -22,6 +23,7 @@ from kvkeep_storage.idempotency import (
 )
 from kvkeep_storage.redis_keys import STORE_ID
 from kvkeep_storage.redis_link import RedisLink
+from kvkeep_storage.usage import UsageTable
 
 __all__ = [
     "UNSET",
@@ -37,7 +39,7 @@ __all__ = [
 TIMEOUT_SECONDS: Final = 2.0
 
 
-class Metadata(ContextTable, CacheTable, IdempotencyTable):
+class Metadata(ContextTable, CacheTable, UsageTable, IdempotencyTable):
     """Every record of every tenant, behind one connection pool of one event loop.
 
     A call fails as MetadataUnavailable within three times the timeout; the next one connects

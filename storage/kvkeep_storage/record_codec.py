@@ -37,6 +37,7 @@ _REAL: Final = frozenset(
         "last_used_at",
         "expires_at",
         "committed_at",
+        "refresh_requested_at",
         "ratio",
         "ratio_achieved",
     }

@@ -23,7 +23,7 @@ _TRANSITIONS: Final[Mapping[Status, tuple[Status, ...]]] = {
     "building": ("building", "ready", "failed"),
     "rebuilding": ("rebuilding", "ready", "failed"),
     "ready": ("rebuilding",),
-    "failed": (),
+    "failed": ("queued",),
     "expired": (),
 }
 
@@ -80,7 +80,8 @@ class ContextRecord:
     ``ratio`` is what was asked for, ``ratio_achieved`` what the committed cache holds,
     ``ratios_available`` the ratios a query may name: the committed ones up to ``ratio``, and
     ``ratio`` itself. ``status`` reads "expired" once ``expires_at`` has passed; it is never
-    stored so. Raises: Invalid, naming the field and the limit.
+    stored so. ``refresh_requested_at`` is set while a ready context waits for a fresh generation
+    and answers from the old one. Raises: Invalid, naming the field and the limit.
     """
 
     tenant: str
@@ -114,6 +115,7 @@ class ContextRecord:
     queries: int = 0
     error_code: str | None = None
     error_detail: str | None = None
+    refresh_requested_at: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("tenant", "id", "cache_id"):
@@ -134,6 +136,11 @@ class ContextRecord:
         ):
             if getattr(self, name) < 0:
                 raise Invalid(f"context.{name}", f"{getattr(self, name)} is negative")
+
+    @property
+    def awaits_build(self) -> bool:
+        """Whether a build of it is to be made: the first, one after damage, or a fresh one."""
+        return self.status in UNFINISHED or self.refresh_requested_at is not None
 
     def to_hash(self) -> dict[str, str]:
         """Every field that is not None, as text for a Redis hash."""

@@ -49,6 +49,11 @@ class TenantKeys:
         return self._key("caches")
 
     @property
+    def charges(self) -> str:
+        """Hash: the bytes charged for each cache, and their sum."""
+        return self._key("charges")
+
+    @property
     def fence(self) -> str:
         """The last fencing token given out."""
         return self._key("fence")
@@ -64,6 +69,10 @@ class TenantKeys:
     def references(self, cache_id: str) -> str:
         """Set of the ids of the contexts that share a cache."""
         return self._key(f"references:{cache_id}")
+
+    def waiting(self, cache_id: str) -> str:
+        """Sorted set of the contexts that wait for a build of a cache, by its estimated bytes."""
+        return self._key(f"waiting:{cache_id}")
 
     def build_lease(self, cache_id: str) -> str:
         """Text "token:owner" of the build lease of a cache; expires with it."""

@@ -1,68 +1,40 @@
-"""The Lua scripts that change context and cache records.
+"""The Lua scripts that change context records.
 
-Each names its KEYS and ARGV. Every key it touches is in KEYS, all of one tenant. A script over
-the contexts of a cache is given their ids by the caller and answers ``retry`` when they are no
-longer exactly the cache's references. A number handed to a command keeps all its digits; one
-joined to a text would not.
+Each names its KEYS and ARGV. Every key it touches is in KEYS, all of one tenant. A script that
+is given the id of the context's cache answers ``retry`` when it is another one. A number handed
+to a command keeps all its digits; one joined to a text would not. What changes who waits for a
+cache, or what is stored of it, charges the tenant anew in the same script (``usage_scripts.py``).
 """
 
 from typing import Final
 
-# Answers the list of ids when ARGV[first..] are exactly the members of the reference set.
-_REFERENCES: Final = """
-local function referencing(key, first, count)
-  local ids = {}
-  if redis.call('SCARD', key) ~= count then return nil end
-  for i = 0, count - 1 do
-    local id = ARGV[first + i]
-    if redis.call('SISMEMBER', key, id) == 0 then return nil end
-    ids[i + 1] = id
-  end
-  return ids
-end
-"""
+from kvkeep_storage.usage_scripts import ACCOUNT, QUOTAS
 
-# Whether a cache can be read at exactly the ratio asked, and the copy of what it then offers into
-# the context. Not merely at a higher one: an answer must not depend on what others asked for.
-_OFFER: Final = """
-local function holds(ratios, asked)
-  for ratio in string.gmatch(ratios, '[^,]+') do
-    if tonumber(ratio) == tonumber(asked) then return true end
-  end
-  return false
+# KEYS context contexts unfinished expiry references cache waiting charges
+# ARGV id cache_id expires_at|'' max_contexts|'' max_queued|'' max_bytes|'' field value ...
+# -> {'ok'} | {'taken'} | {'quota', which, limit, used, asked}
+CREATE: Final = (
+    QUOTAS
+    + """
+if redis.call('EXISTS', KEYS[1]) == 1 then return {'taken'} end
+local fields = {}
+for i = 7, #ARGV, 2 do fields[ARGV[i]] = ARGV[i + 1] end
+local waits = unfinished_status[fields.status]
+local refused = over('contexts', ARGV[4], redis.call('ZCARD', KEYS[2]), 1)
+if not refused and waits then
+  local bytes = estimate(fields.full_bytes, fields.ratio)
+  refused = over_build(KEYS[3], KEYS[6], KEYS[8], ARGV[2], bytes, fields.ratio, ARGV[5], ARGV[6])
 end
-local function offer(context, cache)
-  local found = redis.call('HMGET', cache, 'ratios', 'ratio_achieved', 'stored_bytes',
-                           'policy_applied', 'timings')
-  local asked = redis.call('HGET', context, 'ratio')
-  local available = {}
-  for ratio in string.gmatch(found[1], '[^,]+') do
-    if tonumber(ratio) < tonumber(asked) then available[#available + 1] = ratio end
-  end
-  available[#available + 1] = asked
-  redis.call('HSET', context, 'ratios_available', table.concat(available, ','),
-             'ratio_achieved', found[2], 'stored_bytes', found[3], 'policy_applied', found[4],
-             'timings', found[5])
-end
-local function make_ready(context, unfinished, id, now)
-  redis.call('HSET', context, 'status', 'ready', 'fraction', '1.0', 'ready_at', now)
-  redis.call('HDEL', context, 'stage', 'error_code', 'error_detail')
-  redis.call('SREM', unfinished, id)
-end
-local waiting = {queued = true, building = true, rebuilding = true}
-"""
-
-# KEYS context contexts unfinished expiry references
-# ARGV id is_unfinished expires_at|'' field value ...        -> 1, or 0 when the id is taken
-CREATE: Final = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 4))
+if refused then return refused end
+redis.call('HSET', KEYS[1], unpack(ARGV, 7))
 redis.call('ZADD', KEYS[2], 0, ARGV[1])
-if ARGV[2] == '1' then redis.call('SADD', KEYS[3], ARGV[1]) end
+if waits then wait(KEYS[1], KEYS[3], KEYS[7], ARGV[1]) end
 if ARGV[3] ~= '' then redis.call('ZADD', KEYS[4], ARGV[3], ARGV[1]) end
 redis.call('SADD', KEYS[5], ARGV[1])
-return 1
+recharge(KEYS[8], KEYS[6], KEYS[7], ARGV[2])
+return {'ok'}
 """
+)
 
 # KEYS context expiry
 # ARGV id now keep|never|set anchor seconds sets field value ... field ...
@@ -114,130 +86,107 @@ return 1
 
 # KEYS context    ARGV stage fraction    -> 1, or 0 when no build of it runs
 PROGRESS: Final = """
-local status = redis.call('HGET', KEYS[1], 'status')
-if status ~= 'building' and status ~= 'rebuilding' then return 0 end
+local context = redis.call('HMGET', KEYS[1], 'status', 'refresh_requested_at')
+if context[1] ~= 'building' and context[1] ~= 'rebuilding' and not context[2] then return 0 end
 redis.call('HSET', KEYS[1], 'stage', ARGV[1], 'fraction', ARGV[2])
 return 1
 """
 
-# KEYS context unfinished
-# ARGV id status is_unfinished sources,comma,separated field value ...
-# -> 'ok' | 'missing' | the status that forbids it
-MOVE: Final = """
-local status = redis.call('HGET', KEYS[1], 'status')
+# KEYS context unfinished cache waiting charges
+# ARGV id cache_id status sources,comma,separated field value ...
+# -> 'ok' | 'retry' | 'missing' | the status that forbids it
+# A ready context that was to be built afresh and cannot be keeps what it has.
+MOVE: Final = (
+    ACCOUNT
+    + """
+local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'refresh_requested_at')
+local status = context[1]
 if not status then return 'missing' end
-if not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1, true) then return status end
-redis.call('HDEL', KEYS[1], 'stage')
-redis.call('HSET', KEYS[1], 'status', ARGV[2], unpack(ARGV, 5))
-if ARGV[3] == '1' then
-  redis.call('SADD', KEYS[2], ARGV[1])
-else
-  redis.call('SREM', KEYS[2], ARGV[1])
+if context[2] ~= ARGV[2] then return 'retry' end
+if not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1, true) then
+  if ARGV[3] == 'failed' and context[3] then
+    redis.call('HDEL', KEYS[1], 'refresh_requested_at', 'stage')
+    redis.call('HSET', KEYS[1], 'fraction', '1.0')
+    redis.call('SREM', KEYS[2], ARGV[1])
+  end
+  return status
 end
+redis.call('HDEL', KEYS[1], 'stage', 'refresh_requested_at')
+redis.call('HSET', KEYS[1], 'status', ARGV[3], unpack(ARGV, 5))
+if unfinished_status[ARGV[3]] then
+  wait(KEYS[1], KEYS[2], KEYS[4], ARGV[1])
+else
+  stop_waiting(KEYS[2], KEYS[4], ARGV[1])
+end
+recharge(KEYS[5], KEYS[3], KEYS[4], ARGV[2])
 return 'ok'
 """
+)
 
-# KEYS context contexts unfinished expiry references cache caches
+# KEYS context unfinished cache waiting charges
+# ARGV id cache_id now max_queued|'' max_bytes|''
+# -> {'ok', field, value, ...} | {'missing'} | {'gone', expires_at} | {'retry'} | {'quota', ...}
+# A ready context whose cache is committed goes on answering from it until the next flip.
+REBUILD: Final = (
+    QUOTAS
+    + """
+local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'expires_at', 'full_bytes',
+                           'ratio', 'refresh_requested_at')
+local status = context[1]
+if not status then return {'missing'} end
+if context[2] ~= ARGV[2] then return {'retry'} end
+if context[3] and tonumber(context[3]) <= tonumber(ARGV[3]) then return {'gone', context[3]} end
+if not unfinished_status[status] and not context[6] then
+  local is_committed = redis.call('EXISTS', KEYS[3]) == 1
+  local refused
+  if status == 'ready' and is_committed then
+    refused = over('queued', ARGV[4], redis.call('SCARD', KEYS[2]), 1)
+  else
+    refused = over_build(KEYS[2], KEYS[3], KEYS[5], ARGV[2], estimate(context[4], context[5]),
+                         context[5], ARGV[4], ARGV[5])
+  end
+  if refused then return refused end
+  redis.call('HSET', KEYS[1], 'fraction', '0.0')
+  redis.call('HDEL', KEYS[1], 'stage', 'error_code', 'error_detail')
+  if status == 'ready' and is_committed then
+    redis.call('HSET', KEYS[1], 'refresh_requested_at', ARGV[3])
+    redis.call('SADD', KEYS[2], ARGV[1])
+  else
+    local next_status = 'queued'
+    if status == 'ready' then next_status = 'rebuilding' end
+    redis.call('HSET', KEYS[1], 'status', next_status)
+    wait(KEYS[1], KEYS[2], KEYS[4], ARGV[1])
+    recharge(KEYS[5], KEYS[3], KEYS[4], ARGV[2])
+  end
+end
+local reply = redis.call('HGETALL', KEYS[1])
+table.insert(reply, 1, 'ok')
+return reply
+"""
+)
+
+# KEYS context contexts unfinished expiry references cache caches waiting charges
 # ARGV id cache_id
 # -> {'retry'} | {'missing'} | {'shared'} | {'last', generation|''}
-DELETE: Final = """
+DELETE: Final = (
+    ACCOUNT
+    + """
 local cache_id = redis.call('HGET', KEYS[1], 'cache_id')
 if cache_id and cache_id ~= ARGV[2] then return {'retry'} end
 redis.call('DEL', KEYS[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('SREM', KEYS[3], ARGV[1])
 redis.call('ZREM', KEYS[4], ARGV[1])
+stop_waiting(KEYS[3], KEYS[8], ARGV[1])
 if not cache_id then return {'missing'} end
 redis.call('SREM', KEYS[5], ARGV[1])
-if redis.call('SCARD', KEYS[5]) > 0 then return {'shared'} end
-local generation = redis.call('HGET', KEYS[6], 'generation') or ''
-redis.call('DEL', KEYS[6])
-redis.call('SREM', KEYS[7], ARGV[2])
-return {'last', generation}
-"""
-
-# KEYS cache caches    ARGV cache_id field value ...    -> 1, or 0 when there is one already
-RESTORE_CACHE: Final = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
-redis.call('SADD', KEYS[2], ARGV[1])
-return 1
-"""
-
-# KEYS context cache unfinished    ARGV id cache_id now
-# -> 1, or 0 when the context does not wait or the cache is not cut at its ratio
-ATTACH: Final = (
-    _OFFER
-    + """
-local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'ratio')
-local ratios = redis.call('HGET', KEYS[2], 'ratios')
-if not context[1] or not ratios then return 0 end
-if not waiting[context[1]] or context[2] ~= ARGV[2] then return 0 end
-if not holds(ratios, context[3]) then return 0 end
-offer(KEYS[1], KEYS[2])
-make_ready(KEYS[1], KEYS[3], ARGV[1], ARGV[3])
-return 1
-"""
-)
-
-# KEYS build_lease cache caches references unfinished context ...
-# ARGV lease_value cache_id now count id ... field value ...
-# -> {'lost'} | {'retry'} | {'unreferenced'} | {'lower'} | {'ok', id made ready, ...}
-FLIP: Final = (
-    _REFERENCES
-    + _OFFER
-    + """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {'lost'} end
-local count = tonumber(ARGV[4])
-local ids = referencing(KEYS[4], 5, count)
-if not ids then return {'retry'} end
-if count == 0 then return {'unreferenced'} end
-local old = redis.call('HMGET', KEYS[2], 'ratio', 'generation')
-local fields = {}
-for i = 5 + count, #ARGV, 2 do fields[ARGV[i]] = ARGV[i + 1] end
-if old[1] and old[2] ~= fields.generation and tonumber(old[1]) > tonumber(fields.ratio) then
-  return {'lower'}
+local generation = false
+if redis.call('SCARD', KEYS[5]) == 0 then
+  generation = redis.call('HGET', KEYS[6], 'generation') or ''
+  redis.call('DEL', KEYS[6])
+  redis.call('SREM', KEYS[7], ARGV[2])
 end
-redis.call('DEL', KEYS[2])
-redis.call('HSET', KEYS[2], unpack(ARGV, 5 + count))
-redis.call('SADD', KEYS[3], ARGV[2])
-local reply = {'ok'}
-for i, id in ipairs(ids) do
-  local context = redis.call('HMGET', KEYS[5 + i], 'status', 'ratio')
-  if context[1] and holds(fields.ratios, context[2]) then
-    if waiting[context[1]] then
-      make_ready(KEYS[5 + i], KEYS[5], id, ARGV[3])
-      reply[#reply + 1] = id
-      context[1] = 'ready'
-    end
-    if context[1] == 'ready' then offer(KEYS[5 + i], KEYS[2]) end
-  end
-end
-return reply
-"""
-)
-
-# KEYS cache caches references unfinished context ...
-# ARGV cache_id generation count id ...
-# -> {'other'} | {'retry'} | {'ok', id that must be rebuilt, ...}
-QUARANTINE: Final = (
-    _REFERENCES
-    + """
-if redis.call('HGET', KEYS[1], 'generation') ~= ARGV[2] then return {'other'} end
-local ids = referencing(KEYS[3], 4, tonumber(ARGV[3]))
-if not ids then return {'retry'} end
-redis.call('DEL', KEYS[1])
-redis.call('SREM', KEYS[2], ARGV[1])
-local reply = {'ok'}
-for i, id in ipairs(ids) do
-  if redis.call('HGET', KEYS[4 + i], 'status') == 'ready' then
-    redis.call('HSET', KEYS[4 + i], 'status', 'rebuilding', 'fraction', '0.0')
-    redis.call('HDEL', KEYS[4 + i], 'stage', 'ratio_achieved', 'ratios_available',
-               'stored_bytes')
-    redis.call('SADD', KEYS[4], id)
-    reply[#reply + 1] = id
-  end
-end
-return reply
+recharge(KEYS[9], KEYS[6], KEYS[8], ARGV[2])
+if generation then return {'last', generation} end
+return {'shared'}
 """
 )

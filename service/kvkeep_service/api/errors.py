@@ -68,6 +68,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "document_corrupt": Entry(409, "The stored document is damaged"),
     "context_expired": Entry(410, "The context has expired"),
     "gone": Entry(410, "It has expired"),
+    "quota_exceeded": Entry(429, "The quota does not allow this"),
     "internal": Entry(500, "Something went wrong here"),
     "storage_error": Entry(500, "Storage failed"),
     "invalid_value": Entry(500, "Storage refused a value"),

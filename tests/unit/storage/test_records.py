@@ -32,6 +32,7 @@ ALLOWED = {
     ("rebuilding", "ready"),
     ("rebuilding", "failed"),
     ("ready", "rebuilding"),
+    ("failed", "queued"),
 }
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -192,6 +193,7 @@ def test_every_field_of_a_record_survives_when_all_are_set() -> None:
         queries=2,
         error_code="c",
         error_detail="d",
+        refresh_requested_at=7.0,
     )
     assert set(record.to_hash()) == {field.name for field in fields(ContextRecord)}
     assert ContextRecord.from_hash(record.to_hash()) == record
