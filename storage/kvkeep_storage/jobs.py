@@ -8,12 +8,13 @@ slot of its own in a cluster, so it is written after the record, and ``reconcile
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from kvkeep_storage import queue_scripts as scripts
-from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt
+from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt, StorageError
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.redis_keys import BUILDS
 from kvkeep_storage.redis_link import texts
@@ -66,6 +67,10 @@ class Jobs:
         self._ttl_ms = round(ttl_seconds * 1000)
         self._retry_ms = round(retry_seconds * 1000)
         self._poll_seconds = min(_POLL_SECONDS, ttl_seconds, self._link.timeout_seconds / 2)
+        # Handed out here and not settled. Whatever else an owner has got lost on the way to it,
+        # which can be told only while no other call of its own is under way.
+        self._held: set[str] = set()
+        self._taking = asyncio.Lock()
 
     async def enqueue(self, tenant: str, context_id: str) -> None:
         """Add a build of a context, whose record must have been written before."""
@@ -74,7 +79,9 @@ class Jobs:
     async def claim(self, owner: str, block_seconds: float) -> Job | None:
         """Take a job: one whose owner fell silent, else a new one, oldest first.
 
-        Waits up to ``block_seconds`` for one to come; None when none did.
+        Waits up to ``block_seconds`` for one to come; None when none did. A call that is
+        cancelled gives back what it was about to return, and one whose reply is lost leaves it
+        to the owner's next call; neither counts as an attempt.
         Raises: RecordCorrupt for an entry that is no job, which is removed.
         """
         if owner == _NOBODY:
@@ -82,20 +89,15 @@ class Jobs:
         clock = asyncio.get_running_loop().time
         deadline = clock() + block_seconds
         while True:
-            found = texts(
-                await self._link.run(scripts.CLAIM, [BUILDS], [_GROUP, owner, self._ttl_ms])
-            )
-            if found:
-                entry_id, attempts, *fields = found
-                named = dict(zip(fields[::2], fields[1::2], strict=True))
-                return await self._job(owner, entry_id, int(attempts), named)
+            taken = await self._take(owner)
+            if isinstance(taken, Job):
+                return taken
             remaining = deadline - clock()
             if remaining <= 0:
                 return None
-            wait_seconds = min(remaining, self._poll_seconds)
-            entry = await self._link.next_entry(BUILDS, _GROUP, owner, wait_seconds)
-            if entry is not None:
-                return await self._job(owner, entry.id, 1, entry.fields)
+            # Not for ever: a job whose owner falls silent comes without a new entry.
+            seconds = min(remaining, self._poll_seconds)
+            await self._link.wait_for_entry(BUILDS, taken, seconds)
 
     async def heartbeat(self, job: Job, owner: str) -> None:
         """Keep a job for its full time from now.
@@ -108,6 +110,7 @@ class Jobs:
 
     async def ack(self, job: Job) -> bool:
         """Remove a settled job. False, and nothing removed, when it is no longer this owner's."""
+        self._held.discard(job.id)
         return await self._link.run(scripts.ACK, [BUILDS], [_GROUP, job.owner, job.id]) == 1
 
     async def retry_later(self, job: Job, *, counted: bool = True) -> bool:
@@ -117,12 +120,8 @@ class Jobs:
         because another process builds the same cache. False, and nothing changed, when the job
         is no longer this owner's.
         """
-        idle_ms = max(0, self._ttl_ms - self._retry_ms)
         attempts = job.attempts if counted else job.attempts - 1
-        released = await self._link.run(
-            scripts.RELEASE, [BUILDS], [_GROUP, job.owner, job.id, _NOBODY, idle_ms, attempts]
-        )
-        return released == 1
+        return await self._release(job, attempts, max(0, self._ttl_ms - self._retry_ms))
 
     async def void_owners(self) -> int:
         """Let every claimed job be claimed at once, its attempts kept; how many there were.
@@ -148,11 +147,40 @@ class Jobs:
             await self.enqueue(tenant, context_id)
         return len(missing)
 
-    async def _job(
-        self, owner: str, entry_id: str, attempts: int, fields: Mapping[str, str]
-    ) -> Job:
+    async def _take(self, owner: str) -> Job | str:
+        """Take a job that can be had now, or learn the id of the last entry there was."""
+        async with self._taking:
+            calling = asyncio.create_task(
+                self._link.run(
+                    scripts.CLAIM, [BUILDS], [_GROUP, owner, self._ttl_ms, *sorted(self._held)]
+                )
+            )
+            try:
+                return await self._taken(owner, texts(await asyncio.shield(calling)))
+            except asyncio.CancelledError:
+                await asyncio.wait([calling])
+                with suppress(StorageError):
+                    taken = await self._taken(owner, texts(calling.result()))
+                    if isinstance(taken, Job):
+                        await self._release(taken, taken.attempts - 1, self._ttl_ms)
+                raise
+
+    async def _taken(self, owner: str, reply: Sequence[str]) -> Job | str:
+        if len(reply) == 1:
+            return reply[0]
+        entry_id, attempts, *words = reply
+        fields = dict(zip(words[::2], words[1::2], strict=True))
         try:
-            return Job(entry_id, fields["tenant"], fields["context"], attempts, owner)
+            job = Job(entry_id, fields["tenant"], fields["context"], int(attempts), owner)
         except KeyError as error:
             await self._link.run(scripts.ACK, [BUILDS], [_GROUP, owner, entry_id])
             raise RecordCorrupt(f"job {entry_id}", f"it has no field {error}") from error
+        self._held.add(job.id)
+        return job
+
+    async def _release(self, job: Job, attempts: int, idle_ms: int) -> bool:
+        self._held.discard(job.id)
+        released = await self._link.run(
+            scripts.RELEASE, [BUILDS], [_GROUP, job.owner, job.id, _NOBODY, idle_ms, attempts]
+        )
+        return released == 1

@@ -24,28 +24,46 @@ return redis.call('XADD', KEYS[1], '*', 'tenant', ARGV[2], 'context', ARGV[3])
 """
 )
 
-# ARGV group owner ttl_ms    -> {id, attempts, field, value, ...} or nil
+# ARGV group owner ttl_ms held ...    -> {id, attempts, field, value, ...} or {last id}
+# Held are the ids that the owner knows it has. Any other that is its own was handed out in a reply
+# that never arrived: that was no attempt, and nobody else will take it before its time is over.
 CLAIM: Final = (
     _GROUP
     + """
+local function claim(entry, ...)
+  local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry[1], ...)
+  if not claimed[1] then redis.call('XACK', KEYS[1], ARGV[1], entry[1]) end
+  return claimed[1]
+end
 local function found(id, attempts, fields)
   local reply = {id, attempts}
   for _, text in ipairs(fields) do reply[#reply + 1] = text end
   return reply
 end
+local held = {}
+for i = 4, #ARGV do held[ARGV[i]] = true end
+for _, own in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 100, ARGV[2])) do
+  if not held[own[1]] then
+    local entry = claim(own, 'RETRYCOUNT', own[4])
+    if entry then return found(entry[1], own[4], entry[2]) end
+  end
+end
 while true do
   local idle = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], '-', '+', 1)
   if #idle == 0 then break end
-  local id = idle[1][1]
-  local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id)
-  if claimed[1] then return found(id, idle[1][4] + 1, claimed[1][2]) end
-  redis.call('XACK', KEYS[1], ARGV[1], id)
+  local entry = claim(idle[1])
+  if entry then return found(entry[1], idle[1][4] + 1, entry[2]) end
 end
 local new = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1,
                        'STREAMS', KEYS[1], '>')
-if not new then return nil end
-local entry = new[1][2][1]
-return found(entry[1], 1, entry[2])
+if new then
+  local entry = new[1][2][1]
+  return found(entry[1], 1, entry[2])
+end
+local stream = redis.call('XINFO', 'STREAM', KEYS[1])
+for i = 1, #stream, 2 do
+  if stream[i] == 'last-generated-id' then return {stream[i + 1]} end
+end
 """
 )
 

@@ -269,21 +269,6 @@ async def test_workers_long_gone_are_forgotten_and_those_with_jobs_are_not(
     assert (consumer["name"], consumer["pending"]) == ("busy", 1)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8, 12, 20])
-async def test_a_cancelled_claim_loses_no_job(metadata: Metadata, steps: int) -> None:
-    jobs = Jobs(metadata, ttl_seconds=0.2, heartbeat_seconds=0.05)
-    claiming = asyncio.create_task(jobs.claim("w1", 30))
-    enqueuing = asyncio.create_task(jobs.enqueue(TENANT, "ctx_01"))
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    claiming.cancel()
-    await enqueuing
-    (outcome,) = await asyncio.gather(claiming, return_exceptions=True)
-    job = outcome if isinstance(outcome, Job) else await claimed(jobs, "w2", 30)
-    assert job.context_id == "ctx_01"
-    assert isinstance(outcome, Job | asyncio.CancelledError)
-
-
 async def test_jobs_and_their_attempts_survive_a_restart_of_the_server(tmp_path: Path) -> None:
     store = EmbeddedStore(tmp_path)
     store.start()
