@@ -30,6 +30,7 @@ from pydantic_settings import (
 )
 
 from kvkeep_service.errors import SettingsInvalid
+from kvkeep_storage.quotas import Quotas
 
 PREFIX = "KVKEEP_"
 # Variables of the same family that other parts read.
@@ -84,10 +85,23 @@ class Settings(BaseSettings):
     """Budget for caches held in the engine's memory."""
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
+    tenant_bytes: int | None = Field(None, ge=0)
+    """Bytes of caches that one tenant may have, estimated while they are built; None is any."""
+    tenant_contexts: int | None = Field(None, ge=0)
+    """Contexts that one tenant may have; None is any number."""
+    tenant_queued: int | None = Field(None, ge=0)
+    """Contexts of one tenant that may wait for a build or be built; None is any number."""
+    store_bytes: int | None = Field(None, ge=0)
+    """Bytes of all caches in the object store; the least recently used go. None is no cap."""
     sweep_interval_seconds: int = Field(60, ge=1, le=86400)
     """Between two sweeps for expired contexts and leftovers."""
     sweep_grace_seconds: int = Field(3600, ge=1, le=30 * 86400)
     """Age an unreferenced generation must have before the sweeper removes it."""
+
+    @property
+    def quotas(self) -> Quotas:
+        """What each tenant may have."""
+        return Quotas(self.tenant_contexts, self.tenant_queued, self.tenant_bytes)
 
     @field_validator("store")
     @classmethod

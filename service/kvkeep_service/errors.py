@@ -26,6 +26,7 @@
     │   ├── ContextModelMismatch
     │   └── IdempotencyInFlight
     └── Busy                     try again later
+        ├── QuotaExceeded
         ├── Overloaded
         └── WorkerUnavailable
 
@@ -323,6 +324,25 @@ class Busy(ServiceError):
     code = "unavailable"
     retryable = True
     retry_after_seconds: int = 1
+
+
+class QuotaExceeded(Busy):
+    """The tenant has as much as it may have; nothing of the request is kept."""
+
+    code = "quota_exceeded"
+
+    def __init__(
+        self, quota: str, limit: int, used: int, asked: int, retry_after_seconds: int
+    ) -> None:
+        """Name the quota ("contexts", "queued" or "bytes"), and all three in its unit."""
+        super().__init__(
+            f"the quota of {quota} is {limit}; {used} are used and {asked} more were asked for",
+            quota=quota,
+            limit=limit,
+            used=used,
+            asked=asked,
+        )
+        self.retry_after_seconds = retry_after_seconds
 
 
 class Overloaded(Busy):

@@ -7,11 +7,17 @@ from typing import Final
 
 import structlog
 
-from kvkeep_service.errors import IdempotencyInFlight, IdempotencyMismatch, ModelNotFound
+from kvkeep_service.errors import (
+    IdempotencyInFlight,
+    IdempotencyMismatch,
+    ModelNotFound,
+    QuotaExceeded,
+)
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Prepared, Worker
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
+from kvkeep_storage import errors as storage
 from kvkeep_storage.documents import DocumentBody, mirror_context, put_document
 from kvkeep_storage.errors import StorageError
 from kvkeep_storage.keys import DocumentKey
@@ -21,6 +27,9 @@ from kvkeep_storage.records import ContextRecord, Expiry
 _log = structlog.get_logger(__name__)
 
 KEEP_ANSWERS_SECONDS: Final = 24 * 3600
+# A place in the queue comes free by itself; for the rest somebody has to delete.
+_QUEUED_RETRY_SECONDS: Final = 5
+_QUOTA_RETRY_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,8 @@ async def register(
 
     Otherwise its build is queued. A crash leaves at most a document without a record, or a
     queued record without a job, which reconciling mends; an error leaves nothing.
-    Raises: ModelNotFound, DocumentTooLong, InvalidRequest; Full, MetadataUnavailable,
-        ObjectsUnavailable.
+    Raises: ModelNotFound, DocumentTooLong, InvalidRequest, QuotaExceeded; Full,
+        MetadataUnavailable, ObjectsUnavailable.
     """
     served = worker.model.name
     if wanted.model not in (None, served):
@@ -62,11 +71,14 @@ async def register(
     key = DocumentKey(tenant, record.id)
     try:
         await put_document(stores.objects, key, _body(wanted, prepared))
-        await stores.metadata.create_context(record)
+        await stores.metadata.create_context(record, stores.quotas)
         ready = await stores.metadata.attach(tenant, record.id, now)
         await mirror_context(stores.objects, stores.metadata, key)
         if ready is None:
             await stores.jobs.enqueue(tenant, record.id)
+    except storage.QuotaExceeded as error:
+        await _undo(remover, tenant, record.id)
+        raise quota_exceeded(error) from error
     except BaseException:
         # Cancellation too: whoever asked will never learn the id.
         await _undo(remover, tenant, record.id)
@@ -107,6 +119,12 @@ async def once(
     )
     await _quietly(finish, "idempotency_answer_lost")
     return answered
+
+
+def quota_exceeded(error: storage.QuotaExceeded) -> QuotaExceeded:
+    """What a tenant is told; the numbers are its own."""
+    seconds = _QUEUED_RETRY_SECONDS if error.quota == "queued" else _QUOTA_RETRY_SECONDS
+    return QuotaExceeded(error.quota, error.limit, error.used, error.asked, seconds)
 
 
 async def _undo(remover: Remover, tenant: str, context_id: str) -> None:

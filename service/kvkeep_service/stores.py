@@ -11,16 +11,18 @@ from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.quotas import NO_QUOTAS, Quotas
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Opened by the composition root and closed by it."""
+    """Opened by the composition root and closed by it; with what each tenant may have in them."""
 
     metadata: Metadata
     objects: Objects
     leases: Leases
     jobs: Jobs
+    quotas: Quotas = NO_QUOTAS
 
 
 @asynccontextmanager
@@ -45,7 +47,13 @@ async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
     try:
         metadata = await Metadata.connect(redis_url)
         try:
-            stores = Stores(metadata, Objects.open(store_url), Leases(metadata), Jobs(metadata))
+            stores = Stores(
+                metadata,
+                Objects.open(store_url),
+                Leases(metadata),
+                Jobs(metadata),
+                settings.quotas,
+            )
             if settings.redis_url is None:
                 # The directory is ours alone: whoever held these is dead.
                 await stores.leases.void_all()

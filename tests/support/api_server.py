@@ -104,7 +104,7 @@ async def _serve(
         metadata = await Metadata.connect(store.redis_url)
         objects = Objects.open(store.objects_url)
         await bind_if_new(objects, metadata)
-        stores = Stores(metadata, objects, Leases(metadata), Jobs(metadata))
+        stores = Stores(metadata, objects, Leases(metadata), Jobs(metadata), chosen.quotas)
         worker = ScriptedWorker(stores)
         registry = Registry(stores, worker, default_ttl_seconds=chosen.default_ttl_seconds)
         app = build_application(registry, worker, chosen)
