@@ -92,18 +92,32 @@ def read_scattered(path: Path, into: Sequence[memoryview], offset: int) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        rest = deque(view for view in into if view)
-        while rest:
-            count = os.preadv(descriptor, list(islice(rest, _BUFFERS_PER_READ)), offset)
-            if count == 0:
-                raise EOFError(f"{path} ends at byte {offset}")
-            offset += count
-            while rest and count >= len(rest[0]):
-                count -= len(rest.popleft())
-            if count:
-                rest[0] = rest[0][count:]
+        read_descriptor(descriptor, into, offset)
     finally:
         os.close(descriptor)
+
+
+def read_descriptor(descriptor: int, into: Sequence[memoryview], offset: int) -> None:
+    """As ``read_scattered``, from a file that is open. Raises: EOFError, OSError."""
+    rest = deque(view for view in into if view)
+    while rest:
+        count = os.preadv(descriptor, list(islice(rest, _BUFFERS_PER_READ)), offset)
+        if count == 0:
+            raise EOFError(f"the file ends at byte {offset}")
+        offset += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.popleft())
+        if count:
+            rest[0] = rest[0][count:]
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished temporary file its name, at once, without syncing anything.
+
+    For copies that are verified at every use and can be had again: a power loss may take them
+    or leave them damaged. Modifies: ``path``, whatever is there. Raises: OSError.
+    """
+    os.replace(temporary, path)
 
 
 def temporary_files(root: Path) -> Iterator[TemporaryFile]:
