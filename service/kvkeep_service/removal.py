@@ -72,7 +72,7 @@ class Remover:
         try:
             # Nothing tells when a lease of another process ends: asking again is all there is.
             while not await release_generation(  # noqa: ASYNC110
-                self._stores.objects, self._stores.leases, key
+                self._stores.objects, self._stores.metadata, self._stores.leases, key
             ):
                 await asyncio.sleep(_READERS_POLL_SECONDS)
         except StorageError as error:

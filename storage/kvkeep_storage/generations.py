@@ -1,13 +1,24 @@
-"""What a record says of a generation, and removing one that no record names any more."""
+"""What a record says of a generation, and removing one that no record names any more.
+
+Whoever makes a generation that lies there the committed one, or deletes it, holds the build
+lease of its cache meanwhile: so nothing is named again while it is being deleted.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
 
 from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.manifest import Manifest, sha256_hex
+from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import ObjectInfo, Objects
 from kvkeep_storage.records import CacheRecord
 
 _PARALLEL_DELETES = 4
+# Far longer than deleting or looking at a generation takes; nobody renews this one.
+_ALONE_SECONDS: Final = 60.0
 
 
 def cache_record(key: GenerationKey, manifest: Manifest, content: bytes) -> CacheRecord:
@@ -40,14 +51,35 @@ async def delete_generation(objects: Objects, key: GenerationKey) -> list[Object
     return found
 
 
-async def release_generation(objects: Objects, leases: Leases, key: GenerationKey) -> bool:
-    """Delete a generation unless somebody still reads this cache; False leaves it to the sweeper.
+async def release_generation(
+    objects: Objects, metadata: Metadata, leases: Leases, key: GenerationKey
+) -> bool:
+    """Delete a generation unless its cache is read or built; False leaves it to the sweeper.
 
     The cache record must not name it any more: a reader takes its lease first and reads the
-    record then, so nobody can begin to read it now.
+    record then, so nobody can begin to read it now. A reindex may have restored the record
+    meanwhile; then the generation is kept.
     Raises: ObjectsUnavailable, MetadataUnavailable; the sweeper does the rest then as well.
     """
-    if await leases.readers(key.tenant, key.cache_id) > 0:
-        return False
-    await delete_generation(objects, key)
+    async with alone(leases, key.tenant, key.cache_id) as is_alone:
+        if not is_alone or await leases.readers(key.tenant, key.cache_id) > 0:
+            return False
+        live = await metadata.cache(key.tenant, key.cache_id)
+        if live is None or live.generation != key.generation:
+            await delete_generation(objects, key)
     return True
+
+
+@asynccontextmanager
+async def alone(leases: Leases, tenant: str, cache_id: str) -> AsyncIterator[bool]:
+    """Keep builds, deletions and reindexing of a cache out for the length of a ``with`` block.
+
+    Yields False when one of them is under way: then nothing is held.
+    Raises: MetadataUnavailable.
+    """
+    lease = await leases.acquire_build(tenant, cache_id, "alone", _ALONE_SECONDS)
+    try:
+        yield lease is not None
+    finally:
+        if lease is not None:
+            await leases.release(lease)

@@ -18,8 +18,9 @@ from kvkeep_storage.errors import (
     NotFound,
     StoreMismatch,
 )
-from kvkeep_storage.generations import cache_record
+from kvkeep_storage.generations import alone, cache_record
 from kvkeep_storage.keys import DocumentKey, GenerationKey
+from kvkeep_storage.leases import Leases
 from kvkeep_storage.manifest import Manifest
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
@@ -76,20 +77,27 @@ class _Reindex:
         record = mirror.record
         if await self.metadata.restore_context(_unbuilt(record, time.time())):
             self.contexts += 1
-        cache = await self._find_cache(mirror)
-        if cache is not None:
-            if await self.metadata.restore_cache(cache):
-                self.caches += 1
-            await self.metadata.attach(record.tenant, record.id, time.time())
-        await self._undo_if_deleted(key)
+        async with alone(Leases(self.metadata), record.tenant, record.cache_id) as is_alone:
+            # Who builds or deletes it now settles what becomes of it.
+            cache = await self._find_cache(mirror) if is_alone else None
+            is_restored = cache is not None and await self.metadata.restore_cache(cache)
+        if is_restored:
+            self.caches += 1
+        await self.metadata.attach(record.tenant, record.id, time.time())
+        await self._undo_if_deleted(key, cache if is_restored else None)
 
-    async def _undo_if_deleted(self, key: DocumentKey) -> None:
-        """A deletion may have run between reading the mirror and writing the record."""
+    async def _undo_if_deleted(self, key: DocumentKey, restored: CacheRecord | None) -> None:
+        """A deletion may have run between reading the mirror and writing the records.
+
+        The objects of a cache without contexts are left to the sweeper.
+        """
         try:
             await self.objects.size(key.body)
         except NotFound:
-            # The cache's objects, if that was its last context, are left to the sweeper.
             await self.metadata.delete_context(key.tenant, key.context_id)
+            if restored is not None:
+                # The deletion knew nothing of this record, and may be deleting what it names.
+                await self.metadata.quarantine(key.tenant, restored.cache_id, restored.generation)
 
     async def _find_cache(self, mirror: ContextMirror) -> CacheRecord | None:
         """The generation that was committed, or else the most complete of the others."""

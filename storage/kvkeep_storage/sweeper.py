@@ -1,4 +1,5 @@
-"""Removing what is no longer wanted: expired contexts, orphan generations, temporary files.
+"""Removing what is no longer wanted: expired contexts, orphan generations, temporary files, and
+what is more than the store may hold.
 
 Safe in many processes at once, beside builds, loads and deletions. Nothing is done unless Redis
 and the object store belong together, and that is asked again before each orphan goes: a Redis
@@ -7,18 +8,19 @@ flushed in mid-sweep must not make every cache look like an orphan.
 
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvkeep_storage import keys
 from kvkeep_storage.binding import require_bound
 from kvkeep_storage.documents import delete_document
 from kvkeep_storage.errors import Invalid, RecordCorrupt
-from kvkeep_storage.generations import delete_generation, release_generation
+from kvkeep_storage.generations import alone, delete_generation, release_generation
+from kvkeep_storage.inventory import Stored, stored_generations
 from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.store_cap import Evicted, evict_to_cap
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,8 @@ class SweepReport:
     """What one run removed.
 
     ``unreferenced`` are the (tenant, cache id) that lost their last context by expiry: whoever
-    holds them in memory must let go of them.
+    holds them in memory must let go of them. ``evicted`` counts committed caches that went
+    because the store was over its cap; their contexts stay.
     """
 
     expired: int
@@ -39,6 +42,7 @@ class SweepReport:
     temp_files: int
     freed_bytes: int
     unreferenced: tuple[tuple[str, str], ...]
+    evicted: int = 0
 
 
 class Sweeper:
@@ -46,7 +50,7 @@ class Sweeper:
 
     ``grace_seconds`` is how long an expired context still says so, and how old the newest object
     of an orphan, or a temporary file, must be before it goes; it must be longer than any write
-    and any difference between clocks.
+    and any difference between clocks. ``store_bytes`` caps the caches of all tenants together.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Sweeper:
         metadata: Metadata,
         leases: Leases,
         grace_seconds: float,
+        *,
+        store_bytes: int | None = None,
     ) -> None:
         """Keep the stores, which the caller closes. Raises: Invalid for a negative grace."""
         if grace_seconds < 0:
@@ -63,6 +69,7 @@ class Sweeper:
         self._metadata = metadata
         self._leases = leases
         self._grace_seconds = grace_seconds
+        self._store_bytes = store_bytes
 
     async def run_once(self) -> SweepReport:
         """Sweep everything once. A run that stops half-way is continued by the next one.
@@ -72,14 +79,17 @@ class Sweeper:
         """
         await require_bound(self._objects, self._metadata)
         released = await self._delete_expired()
-        orphans = await self._delete_orphans()
+        stored = await stored_generations(self._objects)
+        orphans = await self._delete_orphans(stored)
         temporary = await self._objects.delete_temporary_files(self._grace_seconds)
+        evicted = await self._evict(stored)
         return SweepReport(
             expired=len(released),
             orphan_generations=len(orphans),
             temp_files=len(temporary),
-            freed_bytes=sum(orphans) + sum(temporary),
+            freed_bytes=sum(orphans) + sum(temporary) + evicted.size_bytes,
             unreferenced=tuple(cache for cache in released if cache is not None),
+            evicted=evicted.caches,
         )
 
     async def _delete_expired(self) -> list[tuple[str, str] | None]:
@@ -101,7 +111,7 @@ class Sweeper:
             deleted.append((tenant, released.cache_id))
             if released.generation is not None:
                 key = GenerationKey(tenant, released.cache_id, released.generation)
-                await release_generation(self._objects, self._leases, key)
+                await release_generation(self._objects, self._metadata, self._leases, key)
         return deleted
 
     async def _has_expired(self, tenant: str, context_id: str, before: float) -> bool:
@@ -114,43 +124,44 @@ class Sweeper:
             return False
         return record is not None and record.expires_at is not None and record.expires_at <= before
 
-    async def _delete_orphans(self) -> list[int]:
+    async def _evict(self, stored: dict[GenerationKey, Stored]) -> Evicted:
+        if self._store_bytes is None:
+            return Evicted(0, 0)
+        return await evict_to_cap(
+            self._objects, self._metadata, self._leases, stored, self._store_bytes
+        )
+
+    async def _delete_orphans(self, stored: dict[GenerationKey, Stored]) -> list[int]:
         """Delete generations that no record names; return the bytes of each."""
         freed_bytes = []
-        for key in await self._generations():
+        for key in await self._not_live(stored):
             if await self._is_orphan(key):
                 found = await delete_generation(self._objects, key)
                 freed_bytes.append(sum(item.size_bytes for item in found))
         return freed_bytes
 
-    async def _generations(self) -> list[GenerationKey]:
-        found = []
-        for tenant in await self._objects.directories_below(keys.CACHES):
-            for cache_id in await self._objects.directories_below(f"{keys.CACHES}/{tenant}"):
-                prefix = f"{keys.CACHES}/{tenant}/{cache_id}"
-                for generation in await self._objects.directories_below(prefix):
-                    # A name that we would not give is not ours to delete.
-                    with suppress(Invalid):
-                        found.append(GenerationKey(tenant, cache_id, generation))
-        return found
+    async def _not_live(self, stored: Iterable[GenerationKey]) -> list[GenerationKey]:
+        """Those that no record seems to name: a quick look, so that most need no second one."""
+        stored = list(stored)
+        live = {
+            (tenant, *generation)
+            for tenant in {key.tenant for key in stored}
+            for generation in await self._metadata.live_generations(tenant)
+        }
+        return [key for key in stored if (key.tenant, key.cache_id, key.generation) not in live]
 
     async def _is_orphan(self, key: GenerationKey) -> bool:
-        """Whether a generation may be deleted now, and no commit can make it live any more.
+        """Whether a generation may be deleted, by one who keeps builds and reindexing out.
 
-        The order matters. A commit needs its build lease to the end, so once there is none the
-        record cannot turn to this generation; and the record read after that is believed only
-        if Redis still belongs to this store afterwards.
+        The order matters. Neither can make this generation live any more; and the record read
+        after that is believed only if Redis still belongs to this store afterwards.
         """
-        found = await self._objects.objects_below(key.prefix)
-        if not found:
-            return False
-        newest = max(item.modified_at for item in found)
-        if time.time() - newest < self._grace_seconds:
-            return False
-        if await self._leases.is_building(key.tenant, key.cache_id):
-            return False
         if await self._leases.readers(key.tenant, key.cache_id) > 0:
             return False
-        live = await self._metadata.cache(key.tenant, key.cache_id)
+        is_live = await self._is_live(key)
         await require_bound(self._objects, self._metadata)
-        return live is None or live.generation != key.generation
+        return not is_live
+
+    async def _is_live(self, key: GenerationKey) -> bool:
+        live = await self._metadata.cache(key.tenant, key.cache_id)
+        return live is not None and live.generation == key.generation

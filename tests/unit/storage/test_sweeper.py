@@ -177,7 +177,7 @@ async def test_a_cache_in_use_outlives_its_last_context_until_the_reader_is_done
         assert (await _sweep(stores)).expired == 1
         assert stores.folder(cache).is_dir()
         key = GenerationKey(TENANT, cache.cache_id, cache.generation)
-        assert not await release_generation(stores.objects, stores.leases, key)
+        assert not await release_generation(stores.objects, stores.metadata, stores.leases, key)
     _age(stores)
     assert (await _sweep(stores)).orphan_generations == 1
     assert entries_below(stores.root) == ["store.json"]
