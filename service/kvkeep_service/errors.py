@@ -16,6 +16,7 @@
     │   ├── TemplateChangesPrefix
     │   └── IdempotencyMismatch
     ├── Unauthenticated
+    ├── Forbidden
     ├── Missing                  not there, or no longer
     │   ├── ModelNotFound
     │   ├── ContextNotFound
@@ -216,6 +217,12 @@ class Unauthenticated(ServiceError):
         super().__init__("send a valid key as 'Authorization: Bearer KEY'")
 
 
+class Forbidden(ServiceError):
+    """This may not be asked in this way, whoever asks."""
+
+    code = "forbidden"
+
+
 class Missing(ServiceError):
     """What the request names is not there."""
 
@@ -346,13 +353,15 @@ class QuotaExceeded(Busy):
 
 
 class Overloaded(Busy):
-    """As many queries wait as may wait."""
+    """As many queries wait as may wait, or as many caches are prefetched as may be."""
 
     code = "overloaded"
 
-    def __init__(self, max_queue: int, retry_after_seconds: int = 1) -> None:
-        """Name the limit on waiting queries."""
-        super().__init__(f"{max_queue} queries are waiting already", max_queue=max_queue)
+    def __init__(
+        self, max_queue: int, retry_after_seconds: int = 1, *, what: str = "queries are waiting"
+    ) -> None:
+        """Name the limit, and what it is on."""
+        super().__init__(f"{max_queue} {what} already", max_queue=max_queue)
         self.max_queue = max_queue
         self.retry_after_seconds = retry_after_seconds
 

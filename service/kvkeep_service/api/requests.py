@@ -1,5 +1,6 @@
 """What the routes share of a request: the registry, its checks, and the seconds to wait."""
 
+import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request
 
 from kvkeep_service.api.schemas import WAIT_SECONDS_MAX
-from kvkeep_service.errors import InvalidRequest, UnsupportedMediaType
+from kvkeep_service.errors import InvalidEncoding, InvalidRequest, UnsupportedMediaType
 from kvkeep_service.ports import Worker
 from kvkeep_service.registry import Registry
 
@@ -30,14 +31,21 @@ def _worker(request: Request) -> Worker:
     return services.worker
 
 
-def json_only(request: Request) -> None:
-    """Refuse a body that is not declared as JSON. Raises: UnsupportedMediaType."""
+async def json_only(request: Request) -> None:
+    """Refuse a body that is not declared as JSON, or not in UTF-8 (RFC 8259, section 8.1).
+
+    Raises: UnsupportedMediaType; InvalidEncoding.
+    """
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()
     if kind != "application/json" and not (
         kind.startswith("application/") and kind.endswith("+json")
     ):
         raise UnsupportedMediaType(kind)
+    # Python's parser would guess UTF-16 and UTF-32; in UTF-8 no JSON text begins like these.
+    beginning = (await request.body())[:4]
+    if b"\0" in beginning or beginning[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise InvalidEncoding("body", "JSON is sent in UTF-8")
 
 
 def only_parameters(*names: str, prefix: str | None = None) -> Callable[[Request], None]:

@@ -17,9 +17,13 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from kvkeep_service.errors import InvalidEncoding
+from kvkeep_service.errors import InvalidEncoding, InvalidRequest
 
 T = TypeVar("T")
+
+# More than any document of many parts and spans needs; each value costs time on the event loop.
+_VALUES_MAX: Final = 50_000
+_REFUSALS_MAX: Final = 20
 
 # Pydantic speaks Python here; whoever sends JSON need not.
 _REASONS: Final[Mapping[str, str]] = {
@@ -63,7 +67,11 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """A whole request body. Raises: InvalidEncoding, for text that is not Unicode."""
+    """A whole request body.
+
+    Raises: InvalidEncoding, for text that is not Unicode; InvalidRequest, for more values than a
+        request can need. Of many wrong fields the first are named.
+    """
 
     # Fields that stand elsewhere, by their names: what to say when one is sent at the top.
     elsewhere: ClassVar[Mapping[str, str]] = {}
@@ -74,13 +82,13 @@ class Body(Strict):
         try:
             return handler(value)
         except ValidationError as error:
-            refusals = [cls._reworded(item) for item in error.errors()]
+            refusals = [cls._reworded(item) for item in error.errors()[:_REFUSALS_MAX]]
             raise ValidationError.from_exception_data(cls.__name__, refusals) from error
 
     @model_validator(mode="before")
     @classmethod
     def _check_text(cls, value: object) -> object:
-        refuse_surrogates(value)
+        check_values(value)
         return value
 
     @classmethod
@@ -93,19 +101,25 @@ class Body(Strict):
         return InitErrorDetails(type=said, loc=location, input=item["input"])
 
 
-def refuse_surrogates(body: object) -> None:
+def check_values(body: object) -> None:
     r"""Refuse lone surrogates (``\ud800``) anywhere in parsed JSON, names of fields included.
 
     Python keeps them in a string, and UTF-8 cannot: they would break the first write.
-    Raises: InvalidEncoding, naming the field.
+    Raises: InvalidEncoding, naming the field; InvalidRequest for more than 50,000 values.
     """
     waiting: list[tuple[str, object]] = [("", body)]
+    num_values = 0
     while waiting:
+        num_values += 1
+        if num_values + len(waiting) > _VALUES_MAX:
+            raise InvalidRequest("body", f"has more than {_VALUES_MAX} values")
         path, value = waiting.pop()
         match value:
             case str():
                 if not _is_text(value):
                     raise InvalidEncoding(path or "body", "a lone surrogate is not text")
+            case list() | dict() if len(value) > _VALUES_MAX:
+                raise InvalidRequest(path or "body", f"has more than {_VALUES_MAX} values")
             case list():
                 waiting += [(f"{path}.{index}", item) for index, item in enumerate(value)]
             case dict():

@@ -148,6 +148,12 @@ def test_json_may_be_declared_in_any_way_that_is_json(api: ApiServer, content_ty
     assert response.status_code in (200, 202)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_json_in_another_encoding_is_refused(api: ApiServer, encoding: str) -> None:
+    response = post(api, '{"document": "a b c d e"}'.encode(encoding))
+    assert (response.status_code, problem(response)["code"]) == (422, "invalid_encoding")
+
+
 # --- bodies that are too large -----------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvkeep_service.api.compression_schemas import Compression, check_ratio
 from kvkeep_service.api.schemas import ContextCreate, ContextPatch, Query
-from kvkeep_service.api.strict import refuse_surrogates
+from kvkeep_service.api.strict import check_values
 from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
 from kvkeep_service.ports import CompressionSpec, Span
 
@@ -323,7 +323,27 @@ def test_free_json_is_looked_through_to_any_depth() -> None:
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(InvalidEncoding):
-        refuse_surrogates({"chat_template_kwargs": {"a": deep}})
+        check_values({"chat_template_kwargs": {"a": deep}})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {f"field{index}": 0 for index in range(60_000)},
+        {"document": "a", "protect": [{"start": 0, "end": 1}] * 20_000},
+        {"document": "a", "metadata": {"a": [[0] * 200] * 300}},
+    ],
+)
+def test_more_values_than_a_request_can_need_are_refused_unread(body: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="more than 50000 values"):
+        ContextCreate.model_validate(body)
+
+
+def test_of_many_wrong_fields_the_first_are_named() -> None:
+    body = {"document": "a", **{f"field{index}": 0 for index in range(40_000)}}
+    with pytest.raises(ValidationError) as refusal:
+        ContextCreate.model_validate(body)
+    assert refusal.value.error_count() == 20
 
 
 @pytest.mark.parametrize("question", [None, "", " \n"])

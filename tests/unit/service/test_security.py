@@ -6,7 +6,9 @@ from starlette.types import Message, Receive, Scope, Send
 from kvkeep_service.api.security import DEFAULT_TENANT, Gate
 
 
-def ask(gate_key: str | None, path: str, authorization: str | None) -> tuple[int, Scope]:
+def ask(
+    gate_key: str | None, path: str, authorization: str | None, host: str | None = None
+) -> tuple[int, Scope]:
     """Send one request through a gate; return the status, and the scope as it went on."""
     sent: list[Message] = []
 
@@ -20,6 +22,8 @@ def ask(gate_key: str | None, path: str, authorization: str | None) -> tuple[int
         sent.append(message)
 
     headers = [] if authorization is None else [(b"authorization", authorization.encode("latin-1"))]
+    if host is not None:
+        headers.append((b"host", host.encode("latin-1")))
     scope = {"type": "http", "path": path, "headers": headers, "state": {"request_id": "req_1"}}
     asyncio.run(Gate(beyond, gate_key)(scope, receive, send))
     return sent[0]["status"], scope
@@ -62,3 +66,23 @@ def test_health_asks_for_no_key(path: str) -> None:
 
 def test_a_server_without_a_key_asks_for_none() -> None:
     assert ask(None, "/contexts", None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]:8000", None]
+)
+def test_without_a_key_the_server_answers_to_loopback_names(host: str | None) -> None:
+    assert ask(None, "/contexts", None, host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "localhost.evil.example", "192.168.1.7", "[x"]
+)
+def test_without_a_key_a_page_of_another_name_is_refused(host: str) -> None:
+    status, scope = ask(None, "/contexts", None, host)
+    assert status == 403
+    assert "tenant" not in scope["state"]
+
+
+def test_with_a_key_any_name_will_do() -> None:
+    assert ask("secret-1", "/contexts", "Bearer secret-1", "kvkeep.example")[0] == 200
