@@ -18,7 +18,7 @@ from typing import Any, Final, Self, TypeAlias
 from redis.asyncio import ConnectionPool, Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 
@@ -27,6 +27,7 @@ from kvkeep_storage.redis_url import (
     CLUSTER_SCHEME,
     SENTINEL_SCHEME,
     ClusterAddress,
+    check_database,
     parse_cluster,
     parse_sentinel,
     scheme_of,
@@ -94,6 +95,8 @@ class RedisLink:
                 max_connections=_MAX_CONNECTIONS,
             )
             return cls(primary, timeout_seconds, sentinel)
+        if scheme != "unix":
+            check_database(url)
         try:
             pool = ConnectionPool.from_url(url, max_connections=_MAX_CONNECTIONS, **options)
         except ValueError:
@@ -206,8 +209,7 @@ class RedisLink:
             async with asyncio.timeout(deadline_seconds), self._room:
                 yield
         except (RedisError, RedisClusterException, OSError) as error:
-            reason = str(error) or type(error).__name__
-            raise MetadataUnavailable(f"redis {operation}", reason) from error
+            raise MetadataUnavailable(f"redis {operation}", _reason(error)) from error
         # redis-py sends under asyncio.wait_for, which before Python 3.12 forgets a cancellation
         # that comes as the sending ends; the caller would wait for this task for ever.
         if task and task.cancelling() > cancellations:
@@ -235,6 +237,13 @@ def _cluster(address: ClusterAddress, options: Mapping[str, Any]) -> RedisCluste
         password=address.password,
         **options,
     )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MasterNotFoundError):
+        # Its own message describes every connection that was tried.
+        return "no sentinel that answers knows a primary of this name that is up"
+    return str(error) or type(error).__name__
 
 
 def _texts_of(info: Mapping[str, Any]) -> Mapping[str, str]:

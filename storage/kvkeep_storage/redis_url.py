@@ -53,13 +53,23 @@ def scheme_of(url: str) -> str:
     return scheme.lower() if separator else ""
 
 
+def check_database(url: str) -> None:
+    """Refuse a ``redis`` or ``rediss`` URL whose path is no number: redis-py would ignore it.
+
+    Raises: Invalid, without repeating any of it.
+    """
+    _, _, path = url.partition("://")[2].partition("?")[0].partition("/")
+    if path and not _is_number(path):
+        raise _malformed("after host and port only the number of a database may stand")
+
+
 def parse_sentinel(url: str) -> SentinelAddress:
     """Take a ``redis+sentinel`` URL apart. Raises: Invalid, without repeating any of it."""
     parts = _Parts.of(url)
     service, _, database = parts.path.partition("/")
     if not service:
         raise _malformed("the name of the service is missing: redis+sentinel://host:port/NAME")
-    if database and not (database.isascii() and database.isdecimal()):
+    if database and not _is_number(database):
         raise _malformed("after the service only the number of a database may stand")
     return SentinelAddress(
         _hosts(parts.hosts, _SENTINEL_PORT),
@@ -120,9 +130,13 @@ def _host(text: str, default_port: int, number: int) -> Host:
         raise _malformed(f"host number {number} cannot be read")
     if not port:
         return Host(unquote(name), default_port)
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+    if not (_is_number(port) and 0 < int(port) < 65536):
         raise _malformed(f"the port of host number {number} is not one")
     return Host(unquote(name), int(port))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def _malformed(reason: str) -> Invalid:
