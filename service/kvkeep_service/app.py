@@ -59,7 +59,13 @@ async def running_application(
         threads=settings.threads,
     )
     registry = Registry(stores, worker, default_ttl_seconds=settings.default_ttl_seconds)
-    sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, settings.sweep_grace_seconds)
+    sweeper = Sweeper(
+        stores.objects,
+        stores.metadata,
+        stores.leases,
+        settings.sweep_grace_seconds,
+        store_bytes=settings.store_bytes,
+    )
     upkeep = Upkeep(stores, sweeper, worker, interval_seconds=settings.sweep_interval_seconds)
     worker.start()
     upkeep.start()

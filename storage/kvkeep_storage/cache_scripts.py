@@ -150,17 +150,17 @@ return reply
 )
 
 # KEYS cache caches waiting charges build_lease readers
-# ARGV cache_id generation    -> 1, or 0 when it is another generation, or wanted now
+# ARGV cache_id generation    -> 'evicted' | 'busy' | 'gone'
 EVICT: Final = (
     ACCOUNT
     + """
-if redis.call('HGET', KEYS[1], 'generation') ~= ARGV[2] then return 0 end
-if redis.call('ZCARD', KEYS[3]) > 0 or redis.call('EXISTS', KEYS[5]) == 1 then return 0 end
-local time = redis.call('TIME')
-if redis.call('ZCOUNT', KEYS[6], '(' .. time[1] .. '000', '+inf') > 0 then return 0 end
+if redis.call('HGET', KEYS[1], 'generation') ~= ARGV[2] then return 'gone' end
+if redis.call('ZCARD', KEYS[3]) > 0 or redis.call('EXISTS', KEYS[5]) == 1 then return 'busy' end
+local now_ms = redis.call('TIME')[1] .. '000'
+if redis.call('ZCOUNT', KEYS[6], '(' .. now_ms, '+inf') > 0 then return 'busy' end
 redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[2], ARGV[1])
 recharge(KEYS[4], KEYS[1], KEYS[3], ARGV[1])
-return 1
+return 'evicted'
 """
 )

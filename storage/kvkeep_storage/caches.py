@@ -1,11 +1,17 @@
 """Cache records in Redis: which generation of a cache is committed, and who refers to it."""
 
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
 from kvkeep_storage import cache_scripts as scripts
 from kvkeep_storage.errors import Conflict, Invalid, LeaseLost, Unreferenced
+from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.record_codec import pairs
 from kvkeep_storage.records import BuildLease, CacheRecord
 from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.redis_link import MAX_RACES, RedisTable, texts
+
+Eviction = Literal["evicted", "busy", "gone"]
 
 
 class CacheTable(RedisTable):
@@ -83,15 +89,15 @@ class CacheTable(RedisTable):
                 return rebuilding
         raise Conflict("cache", cache_id, f"its contexts changed {MAX_RACES} times")
 
-    async def evict(self, tenant: str, cache_id: str, generation: str) -> bool:
+    async def evict(self, tenant: str, cache_id: str, generation: str) -> Eviction:
         """Forget a committed generation that nobody needs now; its contexts stay ready.
 
-        They are built again at their next question. False, and nothing changed, when the record
-        names another generation, a context waits for this cache, or somebody builds or reads
-        it. The objects are the caller's to delete, afterwards.
+        They are built again at their next question. "busy", and nothing changed, when a context
+        waits for this cache or somebody builds or reads it; "gone" when the record does not
+        name this generation. The objects are the caller's to delete, after "evicted".
         """
         keys = TenantKeys(tenant)
-        evicted = await self._link.run(
+        outcome = await self._link.run(
             scripts.EVICT,
             [
                 keys.cache(cache_id),
@@ -103,7 +109,7 @@ class CacheTable(RedisTable):
             ],
             [cache_id, generation],
         )
-        return evicted == 1
+        return "evicted" if outcome == "evicted" else "busy" if outcome == "busy" else "gone"
 
     async def live_generations(self, tenant: str) -> set[tuple[str, str]]:
         """Every committed (cache id, generation) of a tenant.
@@ -111,14 +117,40 @@ class CacheTable(RedisTable):
         Not a snapshot: a generation committed while this runs may be missing, so only objects
         older than a grace period may be swept by it.
         """
+        return {(key.cache_id, key.generation) for key in await self._live(tenant)}
+
+    async def live_caches(self, tenants: Sequence[str]) -> dict[GenerationKey, float]:
+        """Every committed generation of some tenants, and when it was last of use.
+
+        That is the last use of any of its contexts, or when it was committed: epoch seconds.
+        """
+        found: dict[GenerationKey, float] = {}
+        for tenant in tenants:
+            used_at = await self._last_uses(tenant)
+            for key, committed_at in (await self._live(tenant)).items():
+                found[key] = max(committed_at, used_at.get(key.cache_id, 0.0))
+        return found
+
+    async def _live(self, tenant: str) -> dict[GenerationKey, float]:
+        """The committed generations of a tenant, and when each was committed."""
         keys = TenantKeys(tenant)
         ids = await self._link.members(keys.caches)
         found = await self._link.hashes([keys.cache(item) for item in ids])
         return {
-            (cache_id, stored["generation"])
+            GenerationKey(tenant, cache_id, stored["generation"]): _seconds(stored, "committed_at")
             for cache_id, stored in zip(ids, found, strict=True)
-            if stored
+            if "generation" in stored
         }
+
+    async def _last_uses(self, tenant: str) -> dict[str, float]:
+        """The last use of any context of each cache of a tenant; those never used are left out."""
+        keys = TenantKeys(tenant)
+        ids = texts(await self._link.command("ZRANGE", keys.contexts, 0, -1))
+        used_at: dict[str, float] = {}
+        for stored in await self._link.hashes([keys.context(item) for item in ids]):
+            cache_id = stored.get("cache_id", "")
+            used_at[cache_id] = max(used_at.get(cache_id, 0.0), _seconds(stored, "last_used_at"))
+        return used_at
 
     async def restore_cache(self, cache: CacheRecord) -> bool:
         """Write a cache record unless there is one; False when there is. For a reindex."""
@@ -143,3 +175,11 @@ def _refuse(outcome: str, lease: BuildLease) -> None:
         raise Unreferenced(lease.cache_id)
     if outcome == "lower":
         raise Conflict("cache", lease.cache_id, "it is committed at a higher ratio already")
+
+
+def _seconds(stored: Mapping[str, str], field: str) -> float:
+    """A time of a record, 0 when it has none or a damaged one: that must not stop the others."""
+    try:
+        return float(stored[field])
+    except (KeyError, ValueError):
+        return 0.0

@@ -135,10 +135,20 @@ class Sweeper:
         """Delete generations that no record names; return the bytes of each."""
         freed_bytes = []
         for key in await self._not_live(stored):
-            if await self._is_orphan(key):
-                found = await delete_generation(self._objects, key)
-                freed_bytes.append(sum(item.size_bytes for item in found))
+            if await self._is_young(key):
+                continue
+            async with alone(self._leases, key.tenant, key.cache_id) as is_alone:
+                if is_alone and await self._is_orphan(key):
+                    found = await delete_generation(self._objects, key)
+                    freed_bytes.append(sum(item.size_bytes for item in found))
         return freed_bytes
+
+    async def _is_young(self, key: GenerationKey) -> bool:
+        """Whether anything of it was written within the grace period, or it is gone by now."""
+        found = await self._objects.objects_below(key.prefix)
+        if not found:
+            return True
+        return time.time() - max(item.modified_at for item in found) < self._grace_seconds
 
     async def _not_live(self, stored: Iterable[GenerationKey]) -> list[GenerationKey]:
         """Those that no record seems to name: a quick look, so that most need no second one."""

@@ -249,7 +249,7 @@ async def test_charges_equal_the_records_after_any_sequence_of_changes(
     for each in cache_ids:
         # Restored without a context, as a reindex of a deleted one may leave it.
         if (cache := await metadata.cache(TENANT, each)) is not None:
-            assert await metadata.evict(TENANT, each, cache.generation)
+            assert await metadata.evict(TENANT, each, cache.generation) == "evicted"
     assert await every_key(redis) - {KEYS.fence} == set()
     assert await metadata.usage(TENANT) == Usage(0, 0, 0)
 
