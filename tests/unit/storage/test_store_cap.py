@@ -60,7 +60,7 @@ async def test_field_27_the_store_is_kept_under_its_cap_by_least_recent_use(
     caches = await _built(stores)
     # Used after the others were built, so the second oldest goes first.
     await stores.metadata.touch_context(TENANT, "ctx_0", caches[3].committed_at + 1)
-    size_bytes = caches[0].stored_bytes
+    size_bytes = caches[1].stored_bytes
     cap_bytes = sum(cache.stored_bytes for cache in caches) - 1
     report = await _sweep(stores, cap_bytes)
     assert (report.evicted, report.freed_bytes) == (1, size_bytes)
