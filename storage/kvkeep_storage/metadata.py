@@ -8,11 +8,13 @@
 Each table is a file of its own; leases and jobs are separate and share the connection.
 """
 
+import logging
 import time
 from typing import Final, Self
 
 from kvkeep_storage.caches import CacheTable
 from kvkeep_storage.contexts import UNSET, ContextTable, Unset
+from kvkeep_storage.errors import MetadataUnavailable
 from kvkeep_storage.idempotency import (
     IdempotencyTable,
     InFlight,
@@ -21,6 +23,7 @@ from kvkeep_storage.idempotency import (
     Replay,
     Started,
 )
+from kvkeep_storage.redis_checks import check_server
 from kvkeep_storage.redis_keys import STORE_ID
 from kvkeep_storage.redis_link import RedisLink
 from kvkeep_storage.usage import UsageTable
@@ -36,7 +39,12 @@ __all__ = [
     "Unset",
 ]
 
+_log = logging.getLogger(__name__)
+
 TIMEOUT_SECONDS: Final = 2.0
+
+_PROBE: Final = "{kvkeep}:probe"
+_PROBE_MS: Final = 60_000
 
 
 class Metadata(ContextTable, CacheTable, UsageTable, IdempotencyTable):
@@ -48,14 +56,17 @@ class Metadata(ContextTable, CacheTable, UsageTable, IdempotencyTable):
 
     @classmethod
     async def connect(cls, url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Self:
-        """Connect to a ``redis://``, ``rediss://`` or ``unix://`` URL and check that it answers.
+        """Connect to a URL of one of ``redis_link.SCHEMES`` and check what answers.
 
+        One that may evict records, or refuses writes for now, is warned of.
         Raises: Invalid (a ValueError) for another scheme or a malformed URL, naming the scheme;
-        MetadataUnavailable when nothing answers.
+        MetadataUnavailable when nothing answers; Incompatible when it is too old.
         """
         metadata = cls(RedisLink.open(url, timeout_seconds), time.time)
         try:
             await metadata.ping()
+            await check_server(metadata.link)
+            await metadata._warn_if_read_only()
         except BaseException:
             await metadata.close()
             raise
@@ -69,6 +80,14 @@ class Metadata(ContextTable, CacheTable, UsageTable, IdempotencyTable):
     async def ping(self) -> None:
         """Return when Redis answers and takes commands. Raises: MetadataUnavailable."""
         await self._link.command("PING")
+
+    async def probe_writes(self) -> None:
+        """Return when Redis takes writes: one full, or cut off from its replicas, only reads.
+
+        In a cluster, one node is asked. Modifies: a key of its own that expires.
+        Raises: MetadataUnavailable, with the reason that Redis gives.
+        """
+        await self._link.command("SET", _PROBE, 1, "PX", _PROBE_MS)
 
     async def close(self) -> None:
         """Close the connections. Modifies: this object, leases and jobs made from it."""
@@ -86,3 +105,9 @@ class Metadata(ContextTable, CacheTable, UsageTable, IdempotencyTable):
         record names.
         """
         await self._link.command("SET", STORE_ID, store_id)
+
+    async def _warn_if_read_only(self) -> None:
+        try:
+            await self.probe_writes()
+        except MetadataUnavailable as error:
+            _log.warning("Redis refuses writes: %s", error.reason)

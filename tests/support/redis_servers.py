@@ -60,7 +60,7 @@ class ValkeyProcess:
         """Let it answer again."""
         self._signal(signal.SIGCONT)
 
-    def call(self, *words: str | int) -> Any:
+    def call(self, *words: str | int | float) -> Any:
         """Send one command, around the code under test."""
         with Redis(port=self.port, decode_responses=True, protocol=2) as client:
             return client.execute_command(*words)
