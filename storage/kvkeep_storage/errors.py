@@ -124,11 +124,12 @@ class Unavailable(StorageError):
     retryable = True
     retry_after_seconds: int = 1
 
-    def __init__(self, operation: str, reason: str) -> None:
-        """Name what was tried and what came back instead of an answer."""
+    def __init__(self, operation: str, reason: str, *, attempts: int = 1) -> None:
+        """Name what was tried, what came back instead of an answer, and how often it was tried."""
         super().__init__(f"{operation}: {reason}")
         self.operation = operation
         self.reason = reason
+        self.attempts = attempts
 
 
 class MetadataUnavailable(Unavailable):
@@ -142,9 +143,11 @@ class ObjectsUnavailable(Unavailable):
 
     code = "storage_unavailable"
 
-    def __init__(self, operation: str, reason: str, *, abandoned: bool = False) -> None:
+    def __init__(
+        self, operation: str, reason: str, *, attempts: int = 1, abandoned: bool = False
+    ) -> None:
         """``abandoned``: it ran into its deadline, and what it began may still go on."""
-        super().__init__(operation, reason)
+        super().__init__(operation, reason, attempts=attempts)
         self.abandoned = abandoned
 
 

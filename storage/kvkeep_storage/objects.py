@@ -1,7 +1,7 @@
 """The object store: bytes under keys, with a deadline on every operation.
 
-The only place that knows obstore. Local directories are written and read through
-``durable.py`` instead, because obstore's local store never syncs what it writes.
+What stores the bytes is a ``Backend``: a local directory or a server. Deadlines, errors and
+the store's identity are the same for all of them, and here.
 """
 
 import asyncio
@@ -10,35 +10,23 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
-from urllib.parse import unquote, urlsplit
+from typing import Self
 
-import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import LocalStore, from_url
+from kvkeep_storage import keys
+from kvkeep_storage.backends import Backend, ObjectInfo, RemoteTrouble
+from kvkeep_storage.errors import Conflict, Corrupt, Full, NotFound, ObjectsUnavailable
+from kvkeep_storage.faults import Faults, FaultyBackend
+from kvkeep_storage.local_backend import LocalBackend
+from kvkeep_storage.remote_backend import RemoteBackend
+from kvkeep_storage.retries import ATTEMPTS
+from kvkeep_storage.store_url import LocalUrl, parse_store_url
 
-from kvkeep_storage import durable, keys
-from kvkeep_storage.errors import Conflict, Corrupt, Full, Invalid, NotFound, ObjectsUnavailable
+__all__ = ["ObjectInfo", "Objects"]
 
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
-
-RANGE_BYTES = 8 * 1024 * 1024
 # Below this rate a transfer counts as stalled; the deadline of an operation grows with its size.
 _SLOWEST_BYTES_PER_SECOND = 4 * 1024 * 1024
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _STORE_SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """One stored object; ``modified_at`` is epoch seconds by the store's clock."""
-
-    key: str
-    size_bytes: int
-    modified_at: float
 
 
 class Objects:
@@ -48,37 +36,39 @@ class Objects:
     be reached: the caller may retry it. A write that ran into its deadline may still arrive.
     """
 
-    def __init__(
-        self, store: "ObjectStore", *, root: Path | None, deadline_seconds: float = 30.0
-    ) -> None:
-        """``root`` is the directory of a local store, None for every other kind."""
-        self._store = store
-        self._root = root
+    def __init__(self, backend: Backend, *, deadline_seconds: float = 30.0) -> None:
+        """``deadline_seconds`` is for an operation that moves no bytes worth mentioning."""
+        self._backend = backend
         self._deadline_seconds = deadline_seconds
+
+    @classmethod
+    def open(
+        cls, url: str, *, deadline_seconds: float = 30.0, faults: Faults | None = None
+    ) -> Self:
+        """Open a store by URL (see ``docs/stores.md``), with ``faults`` one that misbehaves.
+
+        A local directory is made when missing; to a server nothing is sent yet.
+        Raises: Invalid for a URL that names no store; ObjectsUnavailable for a directory that
+        cannot be made.
+        """
+        where = parse_store_url(url)
+        backend: Backend
+        if isinstance(where, LocalUrl):
+            try:
+                where.root.mkdir(mode=0o750, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ObjectsUnavailable("open", f"{where}: {error.strerror}") from error
+            backend = LocalBackend(where.root)
+        else:
+            backend = RemoteBackend.open(where, deadline_seconds=deadline_seconds)
+        if faults is not None:
+            backend = FaultyBackend(backend, faults)
+        return cls(backend, deadline_seconds=deadline_seconds)
 
     @property
     def is_remote(self) -> bool:
         """Whether every read goes over a network; False for a local directory."""
-        return self._root is None
-
-    @classmethod
-    def open(cls, url: str, *, deadline_seconds: float = 30.0) -> Self:
-        """Open a store by URL; a local directory (``file:///…``) is made when missing.
-
-        Raises: Invalid for a URL that names no store.
-        """
-        parts = urlsplit(url)
-        if parts.scheme == "file":
-            if parts.netloc or not parts.path.startswith("/"):
-                raise Invalid("objects_url", f"{url!r} must be file:///absolute/path")
-            root = Path(unquote(parts.path)).resolve()
-            root.mkdir(mode=0o750, parents=True, exist_ok=True)
-            return cls(LocalStore(root), root=root, deadline_seconds=deadline_seconds)
-        try:
-            store = from_url(url)
-        except (BaseError, ValueError) as error:
-            raise Invalid("objects_url", _first_line(error)) from error
-        return cls(store, root=None, deadline_seconds=deadline_seconds)
+        return self._backend.is_remote
 
     async def put(self, key: str, content: bytes) -> None:
         """Store an object, over whatever is there: only for keys that have one writer.
@@ -87,10 +77,7 @@ class Objects:
         Raises: Full, ObjectsUnavailable.
         """
         async with self._operation("put", key, len(content)):
-            if self._root is not None:
-                await asyncio.to_thread(durable.replace, self._root / key, content, root=self._root)
-            else:
-                await obstore.put_async(self._store, key, content, chunk_size=RANGE_BYTES)
+            await self._backend.put(key, content)
 
     async def put_if_absent(self, key: str, content: bytes) -> None:
         """Store a small object unless there is one.
@@ -99,16 +86,12 @@ class Objects:
         Raises: Conflict when there is one; Full, ObjectsUnavailable.
         """
         async with self._operation("put_if_absent", key, len(content)):
-            if self._root is not None:
-                await asyncio.to_thread(durable.create, self._root / key, content, root=self._root)
-            else:
-                await obstore.put_async(self._store, key, content, mode="create")
+            await self._backend.put_if_absent(key, content)
 
     async def get(self, key: str) -> bytes:
         """Read a small object whole. Raises: NotFound, ObjectsUnavailable."""
         async with self._operation("get", key, 0):
-            result = await obstore.get_async(self._store, key)
-            return bytes(await result.bytes_async())
+            return await self._backend.get(key)
 
     async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
         """Fill buffers, one after the other, with the bytes of an object from ``start`` on.
@@ -124,7 +107,7 @@ class Objects:
         size_bytes = sum(len(view) for view in into)
         try:
             async with self._operation("read", key, size_bytes):
-                await self._fill(key, start, into, size_bytes)
+                await self._backend.read(key, start, into)
         except ObjectsUnavailable as error:
             if not isinstance(error.__cause__, EOFError):
                 raise
@@ -137,8 +120,7 @@ class Objects:
     async def size(self, key: str) -> int:
         """Size of an object in bytes. Raises: NotFound, ObjectsUnavailable."""
         async with self._operation("head", key, 0):
-            meta = await obstore.head_async(self._store, key)
-            return meta["size"]
+            return await self._backend.size(key)
 
     async def delete(self, key: str) -> None:
         """Remove an object; one that is missing counts as removed.
@@ -146,35 +128,55 @@ class Objects:
         Local directories that it leaves empty go as well. Raises: ObjectsUnavailable.
         """
         async with self._operation("delete", key, 0):
-            if self._root is not None:
-                await asyncio.to_thread(durable.delete, self._root / key, root=self._root)
-                return
-            try:
-                await obstore.delete_async(self._store, key)
-            except FileNotFoundError:
-                return
+            await self._backend.delete(key)
 
     async def objects_below(self, prefix: str) -> list[ObjectInfo]:
         """Every object in a directory and below it, unordered. Raises: ObjectsUnavailable."""
         found: list[ObjectInfo] = []
-        stream = aiter(obstore.list(self._store, prefix))
+        pages = self._backend.pages(prefix)
         while True:
             # Each page has a deadline of its own: a long listing is not a stalled one.
             async with self._operation("list", prefix, 0):
-                page = await anext(stream, None)
+                page = await anext(pages, None)
             if page is None:
                 return found
-            found.extend(
-                ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
-                for meta in page
-                if not durable.is_temporary(meta["path"].rpartition("/")[2])
-            )
+            found.extend(page)
 
     async def directories_below(self, prefix: str) -> list[str]:
         """Names of the directories right below a directory. Raises: ObjectsUnavailable."""
         async with self._operation("list", prefix, 0):
-            listing = await obstore.list_with_delimiter_async(self._store, prefix)
-            return [path.rpartition("/")[2] for path in listing["common_prefixes"]]
+            return await self._backend.directories(prefix)
+
+    async def check(self, *, deadline_seconds: float) -> None:
+        """Go to the store and back once, to know at the start whether it can be worked with.
+
+        Modifies: a store with an identity not at all; one without is only asked for it.
+        Raises: ObjectsUnavailable, in one line: where it is, and why it cannot be read, or
+        written, or trusted with a conditional put; Corrupt.
+        """
+        where = self._backend.location
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._check()
+        except TimeoutError as error:
+            reason = f"{where}: no answer in {deadline_seconds:g} s"
+            raise ObjectsUnavailable("object store", reason) from error
+        except ObjectsUnavailable as error:
+            raise ObjectsUnavailable("object store", f"{where}: {error}") from error
+
+    async def _check(self) -> None:
+        try:
+            described = await self.get(keys.STORE)
+        except NotFound:
+            return
+        try:
+            # What is there already, so that a store which forgets the condition loses nothing.
+            await self.put_if_absent(keys.STORE, described)
+        except (Conflict, Full):
+            return
+        raise ObjectsUnavailable(
+            "put_if_absent", "the store overwrites what it was asked to leave alone"
+        )
 
     async def find_store_id(self) -> str | None:
         """The identity of this store, None when it has none yet.
@@ -215,32 +217,8 @@ class Objects:
         Remote stores keep unfinished uploads out of sight; their own life-cycle rules end them.
         Raises: ObjectsUnavailable.
         """
-        if self._root is None:
-            return []
         async with self._operation("delete", "temporary files", 0):
-            return await asyncio.to_thread(_delete_temporary, self._root, older_than_seconds)
-
-    async def _fill(
-        self, key: str, start: int, into: Sequence[memoryview], size_bytes: int
-    ) -> None:
-        """Raises: EOFError when fewer bytes come; whatever the store fails with."""
-        if self._root is not None:
-            await asyncio.to_thread(durable.read_scattered, self._root / key, into, start)
-            return
-        stored_bytes = (await obstore.head_async(self._store, key))["size"]
-        if stored_bytes < start + size_bytes:
-            raise EOFError(f"{stored_bytes} bytes are stored")
-        if not size_bytes:
-            return
-        content = memoryview(
-            await obstore.get_range_async(self._store, key, start=start, length=size_bytes)
-        )
-        if len(content) != size_bytes:
-            raise EOFError(f"{len(content)} of {size_bytes} bytes arrived")
-        done = 0
-        for view in into:
-            view[:] = content[done : done + len(view)]
-            done += len(view)
+            return await self._backend.delete_temporary_files(older_than_seconds)
 
     @asynccontextmanager
     async def _operation(self, name: str, key: str, size_bytes: int) -> AsyncIterator[None]:
@@ -250,29 +228,19 @@ class Objects:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
-            reason = f"{key}: no answer in {seconds:.0f} s"
-            raise ObjectsUnavailable(name, reason, abandoned=True) from error
+            # Waited for long enough: nobody is to wait as long again, `attempts` times.
+            raise ObjectsUnavailable(
+                name, f"{key}: no answer in {round(seconds, 2):g} s", attempts=ATTEMPTS, abandoned=True
+            ) from error
         except FileNotFoundError as error:
             raise NotFound("object", key) from error
-        except (FileExistsError, AlreadyExistsError) as error:
+        except FileExistsError as error:
             raise Conflict("object", key, "there is one already") from error
+        except RemoteTrouble as error:
+            raise ObjectsUnavailable(name, f"{key}: {error}", attempts=error.attempts) from error
         except OSError as error:
             if error.errno in _NO_SPACE:
                 raise Full(key, size_bytes) from error
-            raise ObjectsUnavailable(name, f"{key}: {_first_line(error)}") from error
-        except (BaseError, EOFError) as error:
-            raise ObjectsUnavailable(name, f"{key}: {_first_line(error)}") from error
-
-
-def _delete_temporary(root: Path, older_than_seconds: float) -> list[int]:
-    removed = []
-    for file in durable.temporary_files(root):
-        if file.age_seconds >= older_than_seconds:
-            durable.delete(file.path, root=root)
-            removed.append(file.size_bytes)
-    return removed
-
-
-def _first_line(error: BaseException) -> str:
-    """The message without obstore's dump of its internals."""
-    return str(error).partition("\n")[0]
+            raise ObjectsUnavailable(name, f"{key}: {error}") from error
+        except EOFError as error:
+            raise ObjectsUnavailable(name, f"{key}: {error}") from error

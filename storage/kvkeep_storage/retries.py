@@ -10,22 +10,33 @@ from kvkeep_storage.errors import Unavailable
 Result = TypeVar("Result")
 
 ATTEMPTS = 4
-_PAUSE_SECONDS_FIRST = 0.1
-_PAUSE_SECONDS_MAX = 2.0
+PAUSE_SECONDS_FIRST = 0.1
+PAUSE_SECONDS_MAX = 2.0
 
 
 async def retrying(call: Callable[[], Awaitable[Result]]) -> Result:
     """Call until a store is available, with growing pauses; the last failure is raised.
 
-    ``call`` must be safe to repeat after a reply was lost. Raises: what ``call`` raises.
+    Attempts that were made further down, by a store's own client, count as made here: retries
+    never multiply. ``call`` must be safe to repeat after a reply was lost.
+    Raises: what ``call`` raises.
     """
+    made = 0
+
+    def worth_another(error: Exception) -> bool:
+        nonlocal made
+        if not isinstance(error, Unavailable):
+            return False
+        made += error.attempts
+        return made < ATTEMPTS
+
     async for attempt in stamina.retry_context(
-        on=Unavailable,
+        on=worth_another,
         attempts=ATTEMPTS,
         timeout=None,
-        wait_initial=_PAUSE_SECONDS_FIRST,
-        wait_max=_PAUSE_SECONDS_MAX,
-        wait_jitter=_PAUSE_SECONDS_FIRST,
+        wait_initial=PAUSE_SECONDS_FIRST,
+        wait_max=PAUSE_SECONDS_MAX,
+        wait_jitter=PAUSE_SECONDS_FIRST,
     ):
         with attempt:
             result = await call()

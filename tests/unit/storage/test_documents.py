@@ -21,6 +21,7 @@ from kvkeep_storage.errors import Conflict, DocumentCorrupt, NotFound
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.remote_backend import RemoteBackend
 
 from ...support.stores import entries_below
 from .samples import TENANT, a_cache, a_context, stored
@@ -64,7 +65,7 @@ async def test_a_document_reads_back_equal(objects: Objects) -> None:
 async def test_any_document_reads_back_equal(
     text: str, system: str | None, ratio: float, protect: list[tuple[int, int]]
 ) -> None:
-    memory = Objects(MemoryStore(), root=None)
+    memory = Objects(RemoteBackend(MemoryStore()))
     document = a_document(text=text, system=system, ratio=ratio, protect=tuple(protect))
     await put_document(memory, KEY, document)
     assert await get_document(memory, KEY) == document
@@ -76,7 +77,7 @@ async def test_a_missing_document_is_not_found(objects: Objects) -> None:
 
 
 async def test_any_flipped_bit_in_a_document_is_seen() -> None:
-    memory = Objects(MemoryStore(), root=None)
+    memory = Objects(RemoteBackend(MemoryStore()))
     await put_document(memory, KEY, a_document())
     content = await memory.get(KEY.body)
     chosen = random.Random(7)

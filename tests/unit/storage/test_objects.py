@@ -1,32 +1,44 @@
+"""What an object store promises, whichever it is: a directory, SeaweedFS or moto."""
+
 import asyncio
-import errno
-import os
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import obstore
 import pytest
-from obstore.store import LocalStore, MemoryStore
 
-from kvkeep_storage import durable
-from kvkeep_storage.errors import Conflict, Corrupt, Full, Invalid, NotFound, ObjectsUnavailable
+from kvkeep_storage.errors import Conflict, Corrupt, NotFound
 from kvkeep_storage.objects import Objects
+
+from ...support.s3_servers import S3Server, Seaweed, fresh_prefix
 
 pytestmark = pytest.mark.anyio
 
+# Three parts of an upload, the last one short.
+LARGE_BYTES = 17 * 2**20 + 5
 
-@pytest.fixture(params=["local", "remote"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
-    """Both ways through the code; a store in memory stands for every remote one."""
+
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("seaweed", marks=pytest.mark.s3),
+        pytest.param("moto_server", marks=pytest.mark.s3),
+    ]
+)
+def urls(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """URLs of empty stores of one kind: in one directory, or in one bucket."""
     if request.param == "local":
-        return Objects.open(f"file://{tmp_path}/store")
-    return Objects(MemoryStore(), root=None)
+        return (f"file://{tmp_path}/{n}" for n in range(9))
+    request.getfixturevalue("s3_credentials")
+    found = request.getfixturevalue(request.param)
+    server: S3Server = found.server if isinstance(found, Seaweed) else found
+    return (server.url(fresh_prefix()) for _ in range(9))
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Objects:
-    return Objects.open(f"file://{tmp_path}/store")
+def store(urls: Iterator[str]) -> Objects:
+    return Objects.open(next(urls))
 
 
 async def test_what_was_put_is_there(store: Objects) -> None:
@@ -98,12 +110,12 @@ async def test_listing_finds_objects_below_and_directories_right_below(store: Ob
     assert await store.directories_below("nothing") == []
 
 
-async def test_the_store_keeps_the_identity_it_was_given_once(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/store"
+async def test_the_store_keeps_the_identity_it_was_given_once(urls: Iterator[str]) -> None:
+    url, other = next(urls), next(urls)
     assert await Objects.open(url).find_store_id() is None
     first, second = await asyncio.gather(Objects.open(url).store_id(), Objects.open(url).store_id())
     assert first == second == await Objects.open(url).find_store_id()
-    assert first != await Objects.open(f"file://{tmp_path}/other").store_id()
+    assert first != await Objects.open(other).store_id()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"store_id": "x", "schema": 2}'])
@@ -114,118 +126,67 @@ async def test_a_damaged_identity_is_never_replaced(store: Objects, content: byt
     assert await store.get("store.json") == content
 
 
-async def test_a_directory_with_odd_characters_is_the_one_that_is_used(tmp_path: Path) -> None:
-    folder = tmp_path / "a b%20ü"
-    opened = Objects.open(folder.as_uri())
-    await opened.put("x", b"1")
-    assert (folder / "x").read_bytes() == b"1"
-    assert await opened.get("x") == b"1"
+async def test_two_stores_under_two_prefixes_never_see_each_other(urls: Iterator[str]) -> None:
+    url = next(urls)
+    path, _, query = url.partition("?")
+    # One's name begins like the other's: a prefix ends where its last part ends.
+    one, other = Objects.open(url), Objects.open(f"{path}2?{query}" if query else f"{path}2")
+    await one.put("caches/x", b"1")
+    await other.put("caches/y", b"22")
+    await other.delete("caches/x")
+    assert [item.key for item in await one.objects_below("caches")] == ["caches/x"]
+    assert [item.key for item in await other.objects_below("caches")] == ["caches/y"]
+    assert await one.directories_below("") == await other.directories_below("") == ["caches"]
+    with pytest.raises(NotFound):
+        await one.get("caches/y")
 
 
-@pytest.mark.parametrize("url", ["", "relative", "file://host/path", "nonsense://x"])
-def test_a_url_that_names_no_store_is_refused(url: str) -> None:
-    with pytest.raises(Invalid, match="objects_url"):
-        Objects.open(url)
+async def test_names_with_odd_characters_are_kept(store: Objects) -> None:
+    for key in ("a/ü x%20+&=?#/y", "a/b.c-d_e~f(g)'h/y"):
+        await store.put(key, key.encode())
+        assert await store.get(key) == key.encode()
+    found = [item.key for item in await store.objects_below("a")]
+    assert sorted(found) == ["a/b.c-d_e~f(g)'h/y", "a/ü x%20+&=?#/y"]
+    assert sorted(await store.directories_below("a")) == ["b.c-d_e~f(g)'h", "ü x%20+&=?#"]
 
 
-async def test_a_store_that_does_not_answer_is_unavailable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_field_33_a_large_object_arrives_whole_in_parts_and_its_size_says_so(
+    store: Objects,
 ) -> None:
-    async def never(*_: Any, **__: Any) -> None:
-        await asyncio.Event().wait()
-
-    for name in ("get_async", "put_async", "head_async", "delete_async", "get_range_async"):
-        monkeypatch.setattr(obstore, name, never)
-    monkeypatch.setattr(obstore, "list_with_delimiter_async", never)
-    stalled = Objects(MemoryStore(), root=None, deadline_seconds=0.01)
-    calls: list[Callable[[], Any]] = [
-        lambda: stalled.get("x"),
-        lambda: stalled.put("x", b"1"),
-        lambda: stalled.put_if_absent("x", b"1"),
-        lambda: stalled.size("x"),
-        lambda: stalled.delete("x"),
-        lambda: stalled.directories_below("x"),
-        lambda: stalled.read_ranges("x", 0, [memoryview(bytearray(1))]),
-    ]
-    for call in calls:
-        with pytest.raises(ObjectsUnavailable, match="no answer") as error:
-            await call()
-        assert error.value.abandoned
+    content = random.Random(3).randbytes(LARGE_BYTES)
+    await store.put("slab", content)
+    assert await store.size("slab") == LARGE_BYTES
+    middle = 8 * 2**20
+    into = [bytearray(middle), bytearray(1), bytearray(LARGE_BYTES - middle - 1)]
+    await store.read_ranges("slab", 0, [memoryview(part) for part in into])
+    assert b"".join(into) == content
+    tail = bytearray(7)
+    await store.read_ranges("slab", LARGE_BYTES - 7, [memoryview(tail)])
+    assert tail == content[-7:]
+    assert await store.get("slab") == content
 
 
-async def test_a_disk_that_does_not_answer_is_unavailable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never(*_: Any, **__: Any) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(asyncio, "to_thread", never)
-    stalled = Objects(LocalStore(tmp_path), root=tmp_path, deadline_seconds=0.01)
-    (tmp_path / "x").write_bytes(b"1")
-    for call in (
-        stalled.put("x", b"1"),
-        stalled.put_if_absent("y", b"1"),
-        stalled.delete("x"),
-        stalled.read_ranges("x", 0, [memoryview(bytearray(1))]),
-        stalled.delete_temporary_files(0),
-    ):
-        with pytest.raises(ObjectsUnavailable, match="no answer") as error:
-            await call
-        assert error.value.abandoned
+async def test_an_object_of_no_bytes_is_an_object(store: Objects) -> None:
+    await store.put("empty", b"")
+    assert await store.get("empty") == b""
+    assert await store.size("empty") == 0
+    await store.read_ranges("empty", 0, [])
+    with pytest.raises(Corrupt, match="0 bytes are stored"):
+        await store.read_ranges("empty", 0, [memoryview(bytearray(1))])
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-async def test_no_space_is_full_and_other_trouble_is_unavailable(
-    local: Objects, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(error: int) -> Callable[..., None]:
-        def write(*_: Any, **__: Any) -> None:
-            raise OSError(error, "trouble")
-
-        return write
-
-    monkeypatch.setattr(durable, "replace", failing(code))
-    with pytest.raises(Full) as full:
-        await local.put("x", b"1234")
-    assert (full.value.name, full.value.size_bytes) == ("x", 4)
-    monkeypatch.setattr(durable, "replace", failing(errno.EIO))
-    with pytest.raises(ObjectsUnavailable, match="trouble"):
-        await local.put("x", b"1234")
+async def test_a_listing_says_when_an_object_was_written(store: Objects) -> None:
+    before = time.time()
+    await store.put("a/x", b"1")
+    [item] = await store.objects_below("a")
+    # Servers round to seconds.
+    assert before - 1.1 <= item.modified_at <= time.time() + 1.1
 
 
-async def test_a_range_that_comes_short_is_unavailable_not_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def short(*_: Any, **__: Any) -> bytes:
-        return b"12"
-
-    remote = Objects(MemoryStore(), root=None)
-    await remote.put("x", b"1234")
-    monkeypatch.setattr(obstore, "get_range_async", short)
-    with pytest.raises(ObjectsUnavailable, match="2 of 4 bytes") as error:
-        await remote.read_ranges("x", 0, [memoryview(bytearray(4))])
-    assert not error.value.abandoned
-
-
-async def test_temporary_files_are_not_objects_and_go_when_they_are_old(
-    local: Objects, tmp_path: Path
-) -> None:
-    await local.put("caches/t/x", b"1")
-    old, new = (tmp_path / "store" / "caches" / f".kvkeep-{n}.tmp" for n in ("0", "1"))
-    old.write_bytes(b"half")
-    new.write_bytes(b"half")
-    os.utime(old, (1, 1))
-    assert [item.key for item in await local.objects_below("caches")] == ["caches/t/x"]
-    assert await local.delete_temporary_files(3600) == [4]
-    assert not old.exists()
-    assert new.exists()
-    assert await local.get("caches/t/x") == b"1"
-
-
-async def test_a_vanished_directory_is_unavailable_and_stays_gone(
-    local: Objects, tmp_path: Path
-) -> None:
-    (tmp_path / "store").rmdir()
-    with pytest.raises(ObjectsUnavailable, match="vanished"):
-        await local.put("x", b"1")
-    assert not (tmp_path / "store").exists()
+async def test_a_check_of_a_store_that_works_changes_nothing(store: Objects) -> None:
+    await store.check(deadline_seconds=20)
+    assert await store.objects_below("") == []
+    store_id = await store.store_id()
+    await store.check(deadline_seconds=20)
+    assert [item.key for item in await store.objects_below("")] == ["store.json"]
+    assert await store.find_store_id() == store_id
