@@ -6,7 +6,6 @@ lease of its cache meanwhile: so nothing is named again while it is being delete
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
 
 from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.keys import GenerationKey
@@ -17,8 +16,6 @@ from kvkeep_storage.objects import ObjectInfo, Objects
 from kvkeep_storage.records import CacheRecord
 
 _PARALLEL_DELETES = 4
-# Far longer than deleting or looking at a generation takes; nobody renews this one.
-_ALONE_SECONDS: Final = 60.0
 
 
 def cache_record(key: GenerationKey, manifest: Manifest, content: bytes) -> CacheRecord:
@@ -74,10 +71,11 @@ async def release_generation(
 async def alone(leases: Leases, tenant: str, cache_id: str) -> AsyncIterator[bool]:
     """Keep builds, deletions and reindexing of a cache out for the length of a ``with`` block.
 
-    Yields False when one of them is under way: then nothing is held.
-    Raises: MetadataUnavailable.
+    Yields False when one of them is under way: then nothing is held. It is held for the time of
+    one lease, since what is done meanwhile is short, and what a crash leaves must not keep
+    builds waiting. Raises: MetadataUnavailable.
     """
-    lease = await leases.acquire_build(tenant, cache_id, "alone", _ALONE_SECONDS)
+    lease = await leases.acquire_build(tenant, cache_id, "alone")
     try:
         yield lease is not None
     finally:
