@@ -56,3 +56,38 @@ class LoadObserver(Protocol):
     def on_first(self) -> None:
         """Every layer of the first bands is verified."""
         ...
+
+
+class Announcer:
+    """Tells an observer in order what was verified in any order."""
+
+    def __init__(self, observer: LoadObserver | None) -> None:
+        """``observer`` may be None: then nobody is told anything."""
+        self._observer = observer
+        self._told = False
+        self._missing: list[int] = []
+        self._next = 0
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the observer has got buffers: they cannot be exchanged from then on."""
+        return self._told
+
+    def expect(self, num_layers: int, bands: int) -> None:
+        """Begin with new buffers: ``bands`` parts of each layer come first."""
+        self._missing = [bands] * num_layers
+        self._next = 0
+
+    def verified(self, layer: int, rows: ArrivingRows, manifest: Manifest) -> None:
+        """One more part of a layer in the first bands is verified."""
+        self._missing[layer] -= 1
+        if self._observer is None:
+            return
+        while self._next < len(self._missing) and self._missing[self._next] == 0:
+            if not self._told:
+                self._told = True
+                self._observer.on_room(rows, manifest)
+            self._observer.on_layer(self._next)
+            self._next += 1
+        if self._next == len(self._missing):
+            self._observer.on_first()

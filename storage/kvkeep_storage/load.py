@@ -1,24 +1,20 @@
 """Reading a committed cache: record → manifest → ranges → digests → rows, all or nothing.
 
-Nothing is handed over before every byte of it has matched its digest. What cannot be read is
-retried a few times and never deleted. Bytes count as wrong only when they were read twice, the
-record still names them, and the store is the one that Redis was filled from. Only the caller
-decides to ``quarantine`` them.
+Nothing is announced or handed over before every byte of it has matched its digest. What cannot
+be read is retried a few times and never deleted. Bytes count as wrong only when the same wrong
+ones were read twice, the second time from the store itself, the record still names them, and
+the store is the one that Redis was filled from. Only the caller decides to ``quarantine`` them.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TypeVar
 
-import numpy as np
-
-from kvkeep_storage.arrival import ArrivingRows, LoadObserver
-from kvkeep_storage.artifact import CacheRows, RowBytes
+from kvkeep_storage.arrival import Announcer, LoadObserver
+from kvkeep_storage.artifact import CacheRows
 from kvkeep_storage.binding import require_bound
-from kvkeep_storage.concurrency import run_together
+from kvkeep_storage.doubts import Doubts
 from kvkeep_storage.errors import (
     Corrupt,
     Incompatible,
@@ -33,19 +29,15 @@ from kvkeep_storage.leases import Leases
 from kvkeep_storage.manifest import Manifest, sha256_hex
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.reading import Reading, StillWriting
 from kvkeep_storage.records import CacheRecord
-from kvkeep_storage.retries import retrying
-from kvkeep_storage.slab import empty_layers, scatter_slab, verify_slab
+from kvkeep_storage.retries import ATTEMPTS, retrying
 from kvkeep_storage.sources import Origin, Source
 
 _log = logging.getLogger(__name__)
 
-# Each slab is held in memory until its rows are in place.
-_SLABS_AT_ONCE = 2
 # Generations that may come and go under a reader before it gives up.
 _GENERATIONS = 3
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +73,7 @@ async def load(
     ``first_ratio`` above ``ratio``; StoreMismatch; ObjectsUnavailable and MetadataUnavailable
     after bounded retries. After any of them, what ``observer`` was told stays valid.
     """
-    announced = _Announced(observer)
+    announcer = Announcer(observer)
     async with leases.read_lease(tenant, cache_id):
         for _ in range(_GENERATIONS):
             cache = await metadata.cache(tenant, cache_id)
@@ -89,12 +81,12 @@ async def load(
                 break
             try:
                 return await _load_generation(
-                    source, cache, expected, ratio, first_ratio, announced
+                    source, cache, expected, ratio, first_ratio, announcer
                 )
             except (Corrupt, NotFound) as error:
                 now = await metadata.cache(tenant, cache_id)
                 if now is None or now.generation != cache.generation:
-                    if announced.anything:
+                    if announcer.has_told:
                         raise NotFound("cache generation", cache.generation) from error
                     continue
                 await require_bound(objects, metadata)
@@ -108,58 +100,47 @@ async def _load_generation(
     expected: ModelIdentity,
     ratio: float | None,
     first_ratio: float | None,
-    announced: "_Announced",
+    announcer: Announcer,
 ) -> LoadedCache:
     key = GenerationKey(cache.tenant, cache.cache_id, cache.generation)
     origin = await source.origin(key.prefix)
-    manifest = await _proving(source, key, lambda: _read_manifest(source, key, cache))
+    doubts = Doubts(source, key.prefix)
+    manifest = await doubts.settle(partial(_read_manifest, source, key, cache))
     _check_model(manifest.fingerprint.model_identity, expected)
     bands = manifest.bands(ratio)
     first = bands if first_ratio is None else manifest.bands(first_ratio)
     if first > bands:
         raise Invalid("first_ratio", f"{first_ratio} is above the ratio {ratio}")
-    counts = manifest.counts_array()[:bands]
-    layers = await asyncio.to_thread(empty_layers, counts, manifest.row_bytes)
-    rows = ArrivingRows(
-        manifest.dtype,
-        manifest.num_kv_heads,
-        manifest.head_dim,
-        manifest.ratios[:bands],
-        counts,
-        manifest.protected_array(),
-        layers,
-    )
-    for some in (range(first), range(first, bands)):
-        await run_together(
-            (
-                _proving(
-                    source, key, partial(_read_slab, source, key.slab(band), manifest, band, rows)
-                )
-                for band in some
-            ),
-            limit=_SLABS_AT_ONCE,
-        )
-        if some.start == 0:
-            announced.first(rows, manifest)
-    return LoadedCache(await asyncio.to_thread(rows.whole), manifest, cache, origin)
+    rows = await _read_rows(source, key, manifest, (first, bands), doubts, announcer)
+    return LoadedCache(rows, manifest, cache, "store" if doubts.any else origin)
 
 
-class _Announced:
-    """Tells an observer, and remembers whether it was told anything."""
+async def _read_rows(
+    source: Source,
+    key: GenerationKey,
+    manifest: Manifest,
+    ends: tuple[int, int],
+    doubts: Doubts,
+    announcer: Announcer,
+) -> CacheRows:
+    """Read the bands up to ``ends[0]``, then those up to ``ends[1]``.
 
-    def __init__(self, observer: LoadObserver | None) -> None:
-        self.anything = False
-        self._observer = observer
-
-    def first(self, rows: ArrivingRows, manifest: Manifest) -> None:
-        """Every layer of the first bands is verified."""
-        if self._observer is None:
-            return
-        self.anything = True
-        self._observer.on_room(rows, manifest)
-        for index in range(len(rows.layers)):
-            self._observer.on_layer(index)
-        self._observer.on_first()
+    Buffers that may still be written to are exchanged, unless the observer has them already.
+    """
+    first, bands = ends
+    lost = 0
+    while True:
+        reading = await asyncio.to_thread(Reading, source, key, manifest, bands, doubts)
+        announcer.expect(manifest.num_layers, first)
+        try:
+            await reading.read(range(first), announcer)
+            await reading.read(range(first, bands), None)
+        except StillWriting as late:
+            lost += 1
+            if announcer.has_told or lost == ATTEMPTS:
+                raise late.error from late
+        else:
+            return await asyncio.to_thread(reading.rows.whole)
 
 
 async def quarantine(
@@ -182,49 +163,13 @@ async def quarantine(
 
 async def _read_manifest(source: Source, key: GenerationKey, cache: CacheRecord) -> Manifest:
     content = await retrying(partial(source.get, key.manifest))
-    if sha256_hex(content) != cache.manifest_sha256:
-        raise Corrupt(key.manifest, "its sha256 differs from the record's")
+    if (found := sha256_hex(content)) != cache.manifest_sha256:
+        reason = f"its sha256 is {found}, the record says {cache.manifest_sha256}"
+        raise Corrupt(key.manifest, reason)
     manifest = Manifest.decode(content)
     if manifest.fingerprint.digest != cache.cache_id:
         raise Corrupt(key.manifest, "it describes another cache")
     return manifest
-
-
-async def _read_slab(
-    source: Source, name: str, manifest: Manifest, band: int, rows: ArrivingRows
-) -> None:
-    """Read, verify and scatter one slab. Modifies: this band's rows in ``rows``."""
-    digests = manifest.slabs[band].digests
-
-    async def read() -> RowBytes:
-        # New memory for each try: a read that missed its deadline may still write to its own.
-        content = np.empty(digests.size_bytes, np.uint8)
-        if (stored_bytes := await source.size(name)) != len(content):
-            raise Corrupt(name, f"{stored_bytes} bytes are stored, {len(content)} were written")
-        await source.read_ranges(name, 0, [content.data])
-        return content
-
-    def verify_and_scatter(content: RowBytes) -> None:
-        counts = rows.counts[band]
-        slab = verify_slab(content, digests, counts, manifest.dtype, manifest.head_dim)
-        scatter_slab(slab, band, rows.counts, rows.layers)
-
-    content = await retrying(read)
-    try:
-        await asyncio.to_thread(verify_and_scatter, content)
-    except Corrupt as error:
-        raise Corrupt(f"{name}: {error.name}", error.reason) from error
-
-
-async def _proving(
-    source: Source, key: GenerationKey, read: Callable[[], Awaitable[Result]]
-) -> Result:
-    """Read again, from the store itself, when bytes are wrong: only that proves them wrong."""
-    try:
-        return await read()
-    except Corrupt:
-        await source.forget(key.prefix)
-        return await read()
 
 
 def _proven(error: Corrupt | NotFound, cache: CacheRecord) -> Corrupt:

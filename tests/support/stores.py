@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkeep_storage.arrival import LoadObserver
 from kvkeep_storage.artifact import CacheRows
 from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.commit import commit
@@ -15,7 +16,7 @@ from kvkeep_storage.manifest import ManifestFacts
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
-from kvkeep_storage.sources import ObjectSource
+from kvkeep_storage.sources import ObjectSource, Source
 
 TENANT = "acme"
 
@@ -104,10 +105,17 @@ class Stores:
             await self.leases.release(lease)
 
     async def load(
-        self, facts: ManifestFacts, ratio: float | None = None, tenant: str = TENANT
+        self,
+        facts: ManifestFacts,
+        ratio: float | None = None,
+        tenant: str = TENANT,
+        *,
+        source: Source | None = None,
+        first_ratio: float | None = None,
+        observer: LoadObserver | None = None,
     ) -> LoadedCache:
         return await load(
-            ObjectSource(self.objects),
+            source or ObjectSource(self.objects),
             self.objects,
             self.metadata,
             self.leases,
@@ -115,6 +123,8 @@ class Stores:
             facts.fingerprint.digest,
             expected=facts.fingerprint.model_identity,
             ratio=ratio,
+            first_ratio=first_ratio,
+            observer=observer,
         )
 
     def folder(self, cache: CacheRecord) -> Path:

@@ -1,5 +1,4 @@
 import asyncio
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +15,6 @@ from kvkeep_storage.errors import (
     Incompatible,
     Invalid,
     NotFound,
-    ObjectsUnavailable,
 )
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
@@ -142,72 +140,6 @@ async def test_a_cache_of_another_model_is_refused_and_kept(stores: Stores, name
     assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
 
 
-class _FailsAtFirst(Objects):
-    """Every key is unavailable, or gives wrong bytes, for its first reads."""
-
-    failures: int = 2
-    wrong_bytes: bool = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.seen: dict[str, int] = {}
-
-    def _failing(self, key: str) -> bool:
-        self.seen[key] = self.seen.get(key, 0) + 1
-        return self.seen[key] <= self.failures
-
-    async def get(self, key: str) -> bytes:
-        content = await super().get(key)
-        if key != "store.json" and self._failing(key):
-            if self.wrong_bytes:
-                return content[:-1]
-            raise ObjectsUnavailable("get", "flaky")
-        return content
-
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
-        await super().read_ranges(key, start, into)
-        if self._failing(key):
-            if not self.wrong_bytes:
-                raise ObjectsUnavailable("read", "flaky")
-            into[-1][len(into[-1]) // 2] ^= 1
-
-
-async def test_trouble_that_passes_is_not_seen_by_the_caller(stores: Stores) -> None:
-    await _committed(stores)
-    flaky = _with(stores, _FailsAtFirst)
-    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
-    assert sorted(flaky.seen.values()) == [3, 3, 3, 3]
-
-
-async def test_a_store_that_stays_away_is_unavailable_after_bounded_tries(stores: Stores) -> None:
-    cache = await _committed(stores)
-    flaky = _with(stores, _FailsAtFirst)
-    flaky.failures = 1000
-    with pytest.raises(ObjectsUnavailable):
-        await stores.load(FACTS)
-    assert list(flaky.seen.values()) == [ATTEMPTS]
-    assert await stores.metadata.cache(TENANT, cache.cache_id) == cache
-    _with(stores, Objects)
-    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
-
-
-async def test_bytes_that_were_wrong_once_are_not_proven_wrong(stores: Stores) -> None:
-    await _committed(stores)
-    flaky = _with(stores, _FailsAtFirst)
-    flaky.failures, flaky.wrong_bytes = 1, True
-    assert_equal_rows((await stores.load(FACTS)).rows, ROWS)
-    assert sorted(flaky.seen.values()) == [2, 2, 2, 2]
-
-
-async def test_bytes_that_were_wrong_twice_are_proven_wrong(stores: Stores) -> None:
-    cache = await _committed(stores)
-    flaky = _with(stores, _FailsAtFirst)
-    flaky.failures, flaky.wrong_bytes = 2, True
-    with pytest.raises(Corrupt) as corrupt:
-        await stores.load(FACTS)
-    assert corrupt.value.generation == cache.generation
-
-
 class _ActsOnce(Objects):
     """Does something once, before the first slab is read."""
 
@@ -278,23 +210,3 @@ async def test_a_cancelled_load_gives_its_lease_back(stores: Stores) -> None:
     with suppress(asyncio.CancelledError):
         await loading
     assert await stores.leases.readers(TENANT, cache.cache_id) == 0
-
-
-async def test_a_read_that_missed_its_deadline_cannot_write_into_the_answer(
-    stores: Stores,
-) -> None:
-    late: list[memoryview] = []
-
-    class Late(Objects):
-        async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
-            if not late:
-                late.extend(into)
-                raise ObjectsUnavailable("read", "no answer")
-            await super().read_ranges(key, start, into)
-
-    await _committed(stores)
-    _with(stores, Late)
-    loaded = await stores.load(FACTS)
-    for view in late:
-        view[:] = os.urandom(len(view))
-    assert_equal_rows(loaded.rows, ROWS)

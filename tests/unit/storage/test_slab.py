@@ -2,6 +2,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,32 +11,25 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows, RowBytes
+from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows
 from kvkeep_storage.errors import Corrupt, Invalid
-from kvkeep_storage.slab import (
-    EncodedSlab,
-    empty_layers,
-    encode_slab,
-    scatter_slab,
-    tensor_names,
-    verify_slab,
-)
+from kvkeep_storage.layer_parts import empty_layers, layer_parts
+from kvkeep_storage.range_plan import plan_ranges
+from kvkeep_storage.slab import EncodedSlab, encode_slab, tensor_names
+from kvkeep_storage.slab_layout import SlabLayout, read_layout
 
 from ...support.caches import assert_equal_rows, prefix_of, random_rows
 
 DTYPES: tuple[CacheDtype, ...] = ("float32", "bfloat16", "float16")
 
 
-def _bytes(content: bytes) -> RowBytes:
-    return np.frombuffer(content, np.uint8)
-
-
-def _verify(rows: CacheRows, band: int, slab: EncodedSlab, content: bytes) -> None:
-    verify_slab(_bytes(content), slab.digests, rows.counts[band], rows.dtype, rows.head_dim)
+def _layout(slab: EncodedSlab, counts: Int32Array, dtype: CacheDtype, head_dim: int) -> SlabLayout:
+    header = memoryview(slab.content)[: slab.digests.header_bytes]
+    return read_layout(header, slab.digests, counts, dtype, head_dim)
 
 
 def _decode(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
-    """Read the first slabs back into memory."""
+    """Read the first slabs back into memory, and verify them there."""
     bands = len(slabs)
     counts = rows.counts[:bands]
     layers = empty_layers(counts, rows.row_bytes)
@@ -44,14 +38,25 @@ def _decode(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
         layer.k.fill(0xFF)
         layer.v.fill(0xFF)
         layer.position.fill(-1)
-    # Slabs may arrive in any order.
-    for band in reversed(range(bands)):
-        content = _bytes(slabs[band].content)
-        verified = verify_slab(
-            content, slabs[band].digests, counts[band], rows.dtype, rows.head_dim
-        )
-        scatter_slab(verified, band, counts, layers)
+    layouts = {
+        band: _layout(slab, counts[band], rows.dtype, rows.head_dim)
+        for band, slab in enumerate(slabs)
+    }
+    parts = layer_parts(counts, layers, range(bands))
+    # Ranges may arrive in any order.
+    for read in reversed(plan_ranges(layouts, parts)):
+        start = read.start
+        for view in read.into:
+            view[:] = slabs[read.band].content[start : start + len(view)]
+            start += len(view)
+    for part in parts:
+        digest = slabs[part.band].digests.layer_digests[part.layer]
+        part.verify(digest, counts[part.band, part.layer])
     return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=layers)
+
+
+def _damaged(slab: EncodedSlab, content: bytes) -> EncodedSlab:
+    return EncodedSlab(content, slab.digests)
 
 
 @given(
@@ -148,24 +153,15 @@ def test_the_bytes_of_a_slab_are_rows_and_little_else() -> None:
 def test_any_flipped_bit_anywhere_is_seen() -> None:
     rows = random_rows(num_layers=2, head_dim=2)
     chosen = random.Random(7)
-    for band in range(len(rows.ratios)):
-        slab = encode_slab(rows, band)
-        _verify(rows, band, slab, slab.content)
+    slabs = [encode_slab(rows, band) for band in range(len(rows.ratios))]
+    _decode(rows, slabs)
+    for band, slab in enumerate(slabs):
         for index in range(len(slab.content)):
-            damaged = bytearray(slab.content)
-            damaged[index] ^= 1 << chosen.randrange(8)
+            content = bytearray(slab.content)
+            content[index] ^= 1 << chosen.randrange(8)
+            damaged = [*slabs[:band], _damaged(slab, bytes(content))]
             with pytest.raises(Corrupt):
-                _verify(rows, band, slab, bytes(damaged))
-
-
-def test_every_truncation_and_extension_is_seen() -> None:
-    rows = random_rows(head_dim=2)
-    slab = encode_slab(rows, 1)
-    for size in range(len(slab.content)):
-        with pytest.raises(Corrupt, match="size"):
-            _verify(rows, 1, slab, slab.content[:size])
-    with pytest.raises(Corrupt, match="size"):
-        _verify(rows, 1, slab, slab.content + b"\0")
+                _decode(rows, damaged)
 
 
 def test_a_slab_in_another_ones_place_is_seen() -> None:
@@ -177,33 +173,78 @@ def test_a_slab_in_another_ones_place_is_seen() -> None:
     for foreign in (encode_slab(rows, 1), encode_slab(other, 0)):
         assert len(foreign.content) == len(slab.content)
         with pytest.raises(Corrupt, match="digest"):
-            _verify(rows, 0, slab, foreign.content)
+            _decode(rows, [_damaged(slab, foreign.content)])
 
 
 def test_field_04_counts_other_than_the_manifests_are_seen_even_under_right_digests() -> None:
     rows = random_rows(counts=np.array([[[2, 3]]], np.int32), ratios=(0.1,))
     slab = encode_slab(rows, 0)
-    swapped = np.array([[3, 2]], np.int32)
+    swapped = replace(rows, counts=np.array([[[3, 2]]], np.int32))
     with pytest.raises(Corrupt, match="counts"):
-        verify_slab(_bytes(slab.content), slab.digests, swapped, rows.dtype, rows.head_dim)
+        _decode(swapped, [slab])
 
 
 def test_field_11_a_dtype_other_than_the_manifests_is_seen_even_under_right_digests() -> None:
     rows = random_rows(dtype="bfloat16")
     slab = encode_slab(rows, 0)
     with pytest.raises(Corrupt, match="BF16"):
-        verify_slab(_bytes(slab.content), slab.digests, rows.counts[0], "float16", rows.head_dim)
+        _layout(slab, rows.counts[0], "float16", rows.head_dim)
+
+
+def _with_header(slab: EncodedSlab, text: bytes) -> EncodedSlab:
+    """The slab with another header of the same length, under a right digest."""
+    header = slab.content[:8] + text.ljust(slab.digests.header_bytes - 8)
+    content = header + slab.content[len(header) :]
+    digest = xxhash.xxh3_128(header).hexdigest()
+    return EncodedSlab(content, replace(slab.digests, header_digest=digest))
+
+
+def _header_of(slab: EncodedSlab) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(slab.content[8 : slab.digests.header_bytes])
+    return parsed
 
 
 def test_a_right_digest_over_something_that_is_no_header_is_refused() -> None:
     rows = random_rows()
-    slab = encode_slab(rows, 0)
-    content = bytearray(slab.content)
-    content[8:10] = b"[["
-    digest = xxhash.xxh3_128(bytes(content[: slab.digests.header_bytes])).hexdigest()
-    forged = replace(slab.digests, header_digest=digest)
+    forged = _with_header(encode_slab(rows, 0), b"[[")
     with pytest.raises(Corrupt, match="header"):
-        verify_slab(_bytes(bytes(content)), forged, rows.counts[0], rows.dtype, rows.head_dim)
+        _layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+
+
+@pytest.mark.parametrize("shift", [-2, 2])
+def test_tensors_that_leave_a_byte_out_or_share_one_are_refused(shift: int) -> None:
+    rows = random_rows()
+    slab = encode_slab(rows, 0)
+    header = _header_of(slab)
+    _layout(
+        _with_header(slab, json.dumps(header, separators=(",", ":")).encode()),
+        rows.counts[0],
+        rows.dtype,
+        rows.head_dim,
+    )
+    offsets = header[tensor_names(1)[2]]["data_offsets"]
+    offsets[:] = [offset + shift for offset in offsets]
+    forged = _with_header(slab, json.dumps(header, separators=(",", ":")).encode())
+    with pytest.raises(Corrupt, match="begins at byte"):
+        _layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+
+
+def test_a_tensor_of_another_length_than_its_shape_is_refused() -> None:
+    rows = random_rows()
+    slab = encode_slab(rows, 0)
+    header = _header_of(slab)
+    header[tensor_names(1)[2]]["data_offsets"][1] -= 2
+    forged = _with_header(slab, json.dumps(header, separators=(",", ":")).encode())
+    with pytest.raises(Corrupt, match="are not BF16"):
+        _layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+
+
+def test_tensors_that_end_before_the_file_does_are_refused() -> None:
+    rows = random_rows()
+    slab = encode_slab(rows, 0)
+    longer = EncodedSlab(slab.content, replace(slab.digests, size_bytes=len(slab.content) + 4))
+    with pytest.raises(Corrupt, match="tensors end"):
+        _layout(longer, rows.counts[0], rows.dtype, rows.head_dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

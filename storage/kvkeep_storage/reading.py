@@ -1,0 +1,169 @@
+"""Reading the slabs of one generation in parallel ranges, straight to where their rows belong.
+
+A part (one layer of one slab) counts only when every byte of it has matched its digest in
+place. What failed is read again into the same buffers, but only when nothing else may write
+there: a read that was given up at its deadline ends the whole reading with ``StillWriting``.
+"""
+
+import asyncio
+from collections import Counter
+from functools import partial
+
+import numpy as np
+
+from kvkeep_storage.arrival import Announcer, ArrivingRows
+from kvkeep_storage.concurrency import run_together
+from kvkeep_storage.doubts import Doubts
+from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
+from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts
+from kvkeep_storage.manifest import Manifest
+from kvkeep_storage.range_plan import RangeRead, plan_ranges
+from kvkeep_storage.retries import retrying
+from kvkeep_storage.slab_layout import SlabLayout, read_layout
+from kvkeep_storage.sources import Source
+
+_PARALLEL_READS = 8
+
+
+class StillWriting(Exception):
+    """A read was given up and may still write into the buffers: they are lost."""
+
+    def __init__(self, error: ObjectsUnavailable) -> None:
+        """``error`` is what the read ended with."""
+        super().__init__(str(error))
+        self.error = error
+
+
+class Reading:
+    """One set of buffers and the slabs that fill it. For one task; used once."""
+
+    def __init__(
+        self, source: Source, key: GenerationKey, manifest: Manifest, bands: int, doubts: Doubts
+    ) -> None:
+        """Make room for the first ``bands`` bands of a generation."""
+        counts = manifest.counts_array()[:bands]
+        self.rows = ArrivingRows(
+            manifest.dtype,
+            manifest.num_kv_heads,
+            manifest.head_dim,
+            manifest.ratios[:bands],
+            counts,
+            manifest.protected_array(),
+            empty_layers(counts, manifest.row_bytes),
+        )
+        self._source = source
+        self._key = key
+        self._manifest = manifest
+        self._doubts = doubts
+
+    async def read(self, bands: range, announcer: Announcer | None) -> None:
+        """Read and verify every part of some bands. Modifies: their rows in ``rows``.
+
+        ``announcer`` hears of each part.
+        Raises: Corrupt when bytes are proven wrong; NotFound; ObjectsUnavailable after bounded
+        retries; StillWriting.
+        """
+        found = await run_together(
+            (self._doubts.settle(partial(self._layout, band)) for band in bands),
+            limit=_PARALLEL_READS,
+        )
+        layouts = dict(zip(bands, found, strict=True))
+        missing = await asyncio.to_thread(layer_parts, self.rows.counts, self.rows.layers, bands)
+        while missing:
+            missing = await self._pass(layouts, missing, announcer)
+
+    async def _layout(self, band: int) -> SlabLayout:
+        """Check the size of a slab, and its header."""
+        name, slab = self._key.slab(band), self._manifest.slabs[band]
+
+        async def read_header() -> memoryview:
+            stored_bytes = await self._source.size(name)
+            if stored_bytes != slab.size_bytes:
+                reason = f"{stored_bytes} bytes are stored, {slab.size_bytes} were written"
+                raise Corrupt(name, reason)
+            # New memory for each try, so that a read that still writes does no harm.
+            header = np.empty(slab.header_bytes, np.uint8).data
+            await self._source.read_ranges(name, 0, [header])
+            return header
+
+        manifest = self._manifest
+        counts = self.rows.counts[band]
+        try:
+            header = await retrying(read_header)
+            return read_layout(header, slab.digests, counts, manifest.dtype, manifest.head_dim)
+        except Corrupt as error:
+            raise _within(name, error) from error
+
+    async def _pass(
+        self,
+        layouts: dict[int, SlabLayout],
+        missing: list[LayerPart],
+        announcer: Announcer | None,
+    ) -> list[LayerPart]:
+        """Read parts once; return those that were wrong, for another pass.
+
+        A pass goes to its end before wrong bytes are weighed, so that the next one has each of
+        them to read again and no other.
+        """
+        reads = await asyncio.to_thread(plan_ranges, layouts, missing)
+        unread = Counter(part for read in reads for part in read.parts)
+        verified: set[LayerPart] = set()
+        # By what was found, because many ranges may meet the same end of a file.
+        errors: dict[tuple[str, str], Corrupt] = {}
+
+        async def work(read: RangeRead) -> None:
+            try:
+                await self._fill(read)
+            except Corrupt as error:
+                errors[error.name, error.reason] = error
+                return
+            unread.subtract(read.parts)
+            # Looked up before anything else can run: a part is complete in one range only.
+            complete = [part for part in read.parts if unread[part] == 0]
+            for part, found in await asyncio.to_thread(self._verify, complete):
+                if found is not None:
+                    errors[found.name, found.reason] = found
+                    continue
+                verified.add(part)
+                if announcer is not None:
+                    announcer.verified(part.layer, self.rows, self._manifest)
+
+        await run_together((work(read) for read in reads), limit=_PARALLEL_READS)
+        for error in errors.values():
+            await self._doubts.weigh(error)
+        return [part for part in missing if part not in verified]
+
+    async def _fill(self, read: RangeRead) -> None:
+        """Raises: Corrupt when the slab ends too early; StillWriting; as a source's reads."""
+        name = self._key.slab(read.band)
+
+        async def once() -> None:
+            try:
+                await self._source.read_ranges(name, read.start, read.into)
+            except ObjectsUnavailable as error:
+                if error.abandoned:
+                    raise StillWriting(error) from error
+                raise
+
+        try:
+            await retrying(once)
+        except Corrupt as error:
+            raise Corrupt(name, "it ends too early") from error
+
+    def _verify(self, parts: list[LayerPart]) -> list[tuple[LayerPart, Corrupt | None]]:
+        """Return what is wrong with each part."""
+        return [(part, self._wrong(part)) for part in parts]
+
+    def _wrong(self, part: LayerPart) -> Corrupt | None:
+        digest = self._manifest.slabs[part.band].layer_digests[part.layer]
+        try:
+            part.verify(digest, self.rows.counts[part.band, part.layer])
+        except Corrupt as error:
+            return _within(self._key.slab(part.band), error)
+        return None
+
+
+def _within(name: str, error: Corrupt) -> Corrupt:
+    """The same error, named with its object."""
+    return error if error.name == name else Corrupt(f"{name}: {error.name}", error.reason)

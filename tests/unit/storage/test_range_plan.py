@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep_storage import range_plan
+from kvkeep_storage.artifact import CacheDtype, CacheRows
+from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts
+from kvkeep_storage.range_plan import RangeRead, plan_ranges
+from kvkeep_storage.slab import encode_slab
+from kvkeep_storage.slab_layout import SlabLayout, read_layout
+
+from ...support.caches import random_rows
+
+SMALL = 64
+
+
+def _planned(rows: CacheRows, bands: range) -> tuple[dict[int, SlabLayout], list[LayerPart]]:
+    layouts = {}
+    for band in bands:
+        slab = encode_slab(rows, band)
+        header = memoryview(slab.content)[: slab.digests.header_bytes]
+        layouts[band] = read_layout(
+            header, slab.digests, rows.counts[band], rows.dtype, rows.head_dim
+        )
+    counts = rows.counts[: bands.stop]
+    return layouts, layer_parts(counts, empty_layers(counts, rows.row_bytes), bands)
+
+
+def _bytes_of(read: RangeRead) -> set[tuple[int, int]]:
+    return {(read.band, read.start + index) for index in range(read.size_bytes)}
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(("float32", "bfloat16", "float16")),
+    num_layers=st.integers(1, 5),
+    rows_max=st.integers(0, 9),
+)
+def test_every_byte_behind_the_headers_is_read_exactly_once(
+    seed: int, dtype: CacheDtype, num_layers: int, rows_max: int
+) -> None:
+    rows = random_rows(seed, dtype=dtype, num_layers=num_layers, rows_max=rows_max)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(range_plan, "RANGE_BYTES", SMALL)
+        reads = plan_ranges(*_planned(rows, range(3)))
+    found = [place for read in reads for place in _bytes_of(read)]
+    slabs = [encode_slab(rows, band) for band in range(3)]
+    expected = {
+        (band, index)
+        for band, slab in enumerate(slabs)
+        for index in range(slab.digests.header_bytes, slab.digests.size_bytes)
+    }
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_ranges_are_neither_tiny_nor_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
+    rows = random_rows(rows_max=9, num_layers=3)
+    sizes = [read.size_bytes for read in plan_ranges(*_planned(rows, range(3)))]
+    assert len(sizes) > 10
+    # The last one of a slab is what is left of it.
+    assert sum(size < SMALL for size in sizes) <= 3
+    assert max(sizes) < 2 * SMALL
+
+
+def test_a_small_slab_is_one_read() -> None:
+    reads = plan_ranges(*_planned(random_rows(), range(3)))
+    assert [read.band for read in reads] == [0, 1, 2]
+
+
+def test_low_layers_come_first_in_every_band(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
+    counts = np.full((3, 4, 2), 8, np.int32)
+    rows = random_rows(counts=counts, num_layers=4)
+    reads = plan_ranges(*_planned(rows, range(3)))
+    lowest = [min(part.layer for part in read.parts) for read in reads]
+    assert lowest == sorted(lowest)
+    assert {read.band for read in reads if min(p.layer for p in read.parts) == 1} == {0, 1, 2}
+
+
+def test_a_missing_part_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
+    rows = random_rows(num_layers=4)
+    layouts, parts = _planned(rows, range(3))
+    (wanted,) = (part for part in parts if (part.band, part.layer) == (1, 2))
+    reads = plan_ranges(layouts, [wanted])
+    assert {part for read in reads for part in read.parts} == {wanted}
+    size_bytes = sum(len(view) for views in wanted.tensors for view in views)
+    assert len(set().union(*(_bytes_of(read) for read in reads))) == size_bytes
