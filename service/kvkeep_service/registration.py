@@ -72,10 +72,13 @@ async def register(
     try:
         await put_document(stores.objects, key, _body(wanted, prepared))
         await stores.metadata.create_context(record, stores.quotas)
-        ready = await stores.metadata.attach(tenant, record.id, now)
+        # Before it can be ready: builds mirror what waits for one, and nobody else looks again.
         await mirror_context(stores.objects, stores.metadata, key)
+        ready = await stores.metadata.attach(tenant, record.id, now)
         if ready is None:
             await stores.jobs.enqueue(tenant, record.id)
+        else:
+            await mirror_context(stores.objects, stores.metadata, key)
     except storage.QuotaExceeded as error:
         await _undo(remover, tenant, record.id)
         raise quota_exceeded(error) from error

@@ -1,0 +1,127 @@
+"""The product's own functions as the soak calls them: the one file to change with their form."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvkeep_service.config import Settings
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, ModelInfo, Prepared
+from kvkeep_service.registration import Registration, register
+from kvkeep_service.removal import Remover
+from kvkeep_service.stores import Stores, open_stores
+from kvkeep_storage.binding import bind_if_new
+from kvkeep_storage.commit import commit
+from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.load import LoadedCache
+from kvkeep_storage.records import BuildLease, ContextRecord, Expiry
+from kvkeep_storage.reindex import ReindexReport, reindex
+from kvkeep_storage.sweeper import Sweeper, SweepReport
+
+from ...support import stores as support
+from ...support.scripted_worker import MODEL
+from .synthetic import facts_of, rows_of, text_of
+
+# Short, so that what a killed process held comes free while the soak goes on.
+LEASE_SECONDS = 1.0
+_BEAT_SECONDS = 0.25
+# Longer than any write here takes, as the sweeper asks for.
+GRACE_SECONDS = 2.0
+
+
+class SyntheticWorker:
+    """As much of the worker's port as registering and deleting use."""
+
+    @property
+    def model(self) -> ModelInfo:
+        return replace(MODEL, name="smol")
+
+    async def prepare(
+        self, tenant: str, document: DocumentSpec, compression: CompressionSpec
+    ) -> Prepared:
+        facts = facts_of(tenant, document.text, compression.ratio)
+        return Prepared(
+            prefix_text=facts.fingerprint.prefix_text,
+            document_tokens=900,
+            protected_tokens=facts.tokens_protected,
+            total_tokens=facts.tokens_total,
+            policy_applied=facts.policy_applied,
+            full_bytes=1_000_000,
+            fingerprint=facts.fingerprint,
+        )
+
+    async def drop(self, tenant: str, cache_id: str) -> None:
+        """Nothing is resident here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """One process's hold on the stores."""
+
+    stores: Stores
+    remover: Remover
+    root: Path
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, redis_url: str, root: Path) -> AsyncIterator["Calls"]:
+        settings = Settings(redis_url=redis_url, store=f"file://{root}")
+        async with open_stores(settings) as opened:
+            leases = Leases(opened.metadata, ttl_seconds=LEASE_SECONDS, renew_seconds=_BEAT_SECONDS)
+            jobs = Jobs(
+                opened.metadata,
+                ttl_seconds=LEASE_SECONDS,
+                heartbeat_seconds=_BEAT_SECONDS,
+                retry_seconds=_BEAT_SECONDS,
+            )
+            stores = replace(opened, leases=leases, jobs=jobs)
+            await bind_if_new(stores.objects, stores.metadata)
+            remover = Remover(stores, SyntheticWorker())  # type: ignore[arg-type]
+            try:
+                yield cls(stores, remover, root)
+            finally:
+                await remover.close()
+
+    async def register(
+        self, tenant: str, number: int, ratio: float, expires_seconds: int | None
+    ) -> ContextRecord:
+        wanted = Registration(
+            document=DocumentSpec(text_of(number)),
+            compression=CompressionSpec(ratio=ratio),
+            name=None,
+            metadata={"number": str(number)},
+            model=None,
+            expires=None if expires_seconds is None else Expiry("created_at", expires_seconds),
+        )
+        worker = SyntheticWorker()
+        return await register(
+            self.stores,
+            worker,  # type: ignore[arg-type]
+            self.remover,
+            tenant,
+            wanted,
+            time.time(),
+        )
+
+    async def remove(self, tenant: str, context_id: str) -> None:
+        await self.remover.remove_context(tenant, context_id)
+
+    async def commit(self, lease: BuildLease, text: str, ratio: float) -> None:
+        rows, facts = rows_of(lease.tenant, text, ratio), facts_of(lease.tenant, text, ratio)
+        stores = self.stores
+        await commit(stores.objects, stores.metadata, stores.leases, lease, rows, facts)
+
+    async def load(self, tenant: str, text: str, ratio: float) -> LoadedCache:
+        stores = self.stores
+        held = support.Stores(stores.objects, stores.metadata, stores.leases, self.root)
+        return await held.load(facts_of(tenant, text, ratio), ratio, tenant)
+
+    async def sweep(self, grace_seconds: float = GRACE_SECONDS) -> SweepReport:
+        stores = self.stores
+        sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, grace_seconds)
+        return await sweeper.run_once()
+
+    async def reindex(self) -> ReindexReport:
+        return await reindex(self.stores.objects, self.stores.metadata)

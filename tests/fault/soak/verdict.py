@@ -1,0 +1,163 @@
+"""After the kills: what a last worker must be able to finish, and what must be true then."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from kvkeep_storage import durable
+from kvkeep_storage.errors import NotFound, StorageError
+from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.manifest import Manifest
+from kvkeep_storage.records import UNFINISHED, ContextRecord
+from kvkeep_storage.redis_keys import BUILDS, LEASE_PATTERN
+
+from ...support.stores import files_below
+from .building import GIVEN_UP, work
+from .notes import Told
+from .storage_calls import LEASE_SECONDS, Calls
+from .synthetic import TENANTS
+from .victim import check_load
+
+_FINISH_SECONDS = 60.0
+_EXPIRY_SECONDS_MAX = 2.0
+# Whatever the dead held runs out within twelve seconds.
+_POLL_SECONDS = 0.1
+_HELD_POLLS_MAX = 120
+
+
+async def finish(calls: Calls, told: Told) -> None:
+    """Do what the living would have done: repeat cut deletions, finish builds, sweep."""
+    await asyncio.sleep(_EXPIRY_SECONDS_MAX)
+    for _ in range(_HELD_POLLS_MAX):
+        if not await _leases(calls):
+            break
+        await asyncio.sleep(_POLL_SECONDS)
+    for tenant, context_id in sorted(told.deleting - told.deleted):
+        await calls.remove(tenant, context_id)
+    stores = calls.stores
+    give_up_at = time.monotonic() + _FINISH_SECONDS
+    while time.monotonic() < give_up_at:
+        await stores.jobs.reconcile(stores.metadata)
+        while job := await stores.jobs.claim("the last worker", LEASE_SECONDS):
+            await work(calls, job)
+        if not await _queue_length(calls):
+            break
+    await calls.sweep(grace_seconds=0)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Everything found to be wrong; ``checked_loads`` counts what was right."""
+
+    findings: list[str] = field(default_factory=list)
+    checked_loads: int = 0
+    ready: int = 0
+    failed: int = 0
+
+
+async def judge(calls: Calls, told: Told) -> Verdict:
+    """Look at everything that is left, records and files."""
+    verdict = Verdict(findings=list(told.wrong))
+    records = {
+        (record.tenant, record.id): record
+        for tenant in TENANTS
+        for record in (await calls.stores.metadata.contexts(tenant, limit=1000)).records
+    }
+    for record in records.values():
+        await _judge_context(calls, told, record, verdict)
+    for context in sorted(told.must_exist - set(records)):
+        verdict.findings.append(f"{context}: acknowledged, and lost")
+    for context in sorted(told.must_be_ready & set(records)):
+        if records[context].status != "ready":
+            status, code = records[context].status, records[context].error_code
+            verdict.findings.append(f"{context}: was ready, and is {status} {code}")
+    for context in sorted(told.deleted & set(records)):
+        verdict.findings.append(f"{context}: deleted, and there again")
+    _judge_documents(calls, told, set(records), verdict)
+    await _judge_caches(calls, verdict)
+    await _judge_leftovers(calls, verdict)
+    return verdict
+
+
+async def _judge_context(calls: Calls, told: Told, record: ContextRecord, verdict: Verdict) -> None:
+    name = f"{record.tenant}/{record.id}"
+    if record.status in UNFINISHED:
+        verdict.findings.append(f"{name}: forgotten as {record.status}")
+    elif record.status == "failed":
+        verdict.failed += 1
+        if record.error_code != GIVEN_UP:
+            verdict.findings.append(f"{name}: failed with {record.error_code}")
+    elif record.status == "expired":
+        verdict.findings.append(f"{name}: expired, and not swept")
+    else:
+        verdict.ready += 1
+        for ratio in record.ratios_available:
+            try:
+                await check_load(calls, record, ratio)
+                verdict.checked_loads += 1
+            except (AssertionError, StorageError) as error:
+                verdict.findings.append(f"{name} at {ratio}: {type(error).__name__}: {error}")
+
+
+def _judge_documents(
+    calls: Calls, told: Told, contexts: set[tuple[str, str]], verdict: Verdict
+) -> None:
+    """Exactly the live contexts have documents; registrations cut short may have left some."""
+    found = {
+        name: {(tenant, context_id) for _, tenant, context_id in _parts(calls, name)}
+        for name in ("document.json", "context.json")
+    }
+    for name, owners in found.items():
+        for context in sorted(contexts - owners):
+            verdict.findings.append(f"{context}: its {name} is missing")
+        for context in sorted((owners - contexts) & (told.deleted | told.expiring)):
+            verdict.findings.append(f"{context}: is gone, its {name} is not")
+    lone = found["document.json"] - contexts
+    if len(lone) > told.cut_short_registrations:
+        verdict.findings.append(f"documents of nobody: {sorted(lone)}")
+
+
+def _parts(calls: Calls, name: str) -> list[list[str]]:
+    files = files_below(calls.root, "documents")
+    return [file.split("/")[:-1] for file in files if file.endswith(f"/{name}")]
+
+
+async def _judge_caches(calls: Calls, verdict: Verdict) -> None:
+    """Exactly the files that records name are there."""
+    named = set()
+    for tenant in TENANTS:
+        for cache_id, generation in await calls.stores.metadata.live_generations(tenant):
+            key = GenerationKey(tenant, cache_id, generation)
+            named.add(key.manifest)
+            try:
+                manifest = Manifest.decode(await calls.stores.objects.get(key.manifest))
+            except NotFound:
+                continue
+            named |= {key.slab(band) for band in range(len(manifest.slabs))}
+    found = set(files_below(calls.root, "caches"))
+    verdict.findings += [f"{name}: named by nobody" for name in sorted(found - named)]
+    verdict.findings += [f"{name}: missing" for name in sorted(named - found)]
+
+
+async def _judge_leftovers(calls: Calls, verdict: Verdict) -> None:
+    stores = calls.stores
+    temporary = [n for n in files_below(calls.root) if durable.is_temporary(n.rpartition("/")[2])]
+    verdict.findings += [f"{name}: left of a write" for name in temporary]
+    for key in await _leases(calls):
+        verdict.findings.append(f"{key}: a lease of nobody")
+    if length := await _queue_length(calls):
+        verdict.findings.append(f"{length} jobs are left in the queue")
+    for tenant in TENANTS:
+        contexts = (await stores.metadata.contexts(tenant, limit=1000)).records
+        wanted = {record.cache_id for record in contexts}
+        for cache_id, _ in await stores.metadata.live_generations(tenant):
+            if cache_id not in wanted:
+                verdict.findings.append(f"{tenant}/{cache_id}: a record of a cache for nobody")
+
+
+async def _leases(calls: Calls) -> list[str]:
+    return await calls.stores.metadata.link.keys(LEASE_PATTERN)
+
+
+async def _queue_length(calls: Calls) -> int:
+    return int(str(await calls.stores.metadata.link.command("XLEN", BUILDS)))

@@ -1,0 +1,32 @@
+"""A registration that is killed leaves nothing that only an acknowledged one may leave."""
+
+from pathlib import Path
+
+import pytest
+
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.records import ContextRecord
+
+from .soak.storage_calls import Calls
+
+pytestmark = [pytest.mark.anyio, pytest.mark.fault]
+
+
+async def test_no_context_is_ready_before_its_mirror_is_written(
+    valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = Metadata.attach
+
+    async def attach_with_a_mirror(
+        self: Metadata, tenant: str, context_id: str, now: float
+    ) -> ContextRecord | None:
+        # Killed right after this, a context that became ready here would never be mirrored.
+        assert (tmp_path / "documents" / tenant / context_id / "context.json").exists()
+        return await attach(self, tenant, context_id, now)
+
+    async with Calls.open(valkey_url, tmp_path) as calls:
+        await calls.stores.metadata.link.command("FLUSHALL")
+        await calls.stores.metadata.bind_store(await calls.stores.objects.store_id())
+        monkeypatch.setattr(Metadata, "attach", attach_with_a_mirror)
+        record = await calls.register("acme", 1, 0.3, None)
+    assert record.status == "queued"
