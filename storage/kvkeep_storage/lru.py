@@ -57,6 +57,10 @@ class CostAwareLru(Generic[Key]):
         """Bytes of all entries."""
         return self._size_bytes
 
+    def size_of(self, key: Key) -> int:
+        """Bytes of one entry. Raises: KeyError."""
+        return self._entries[key].size_bytes
+
     @property
     def num_pinned(self) -> int:
         """Entries that are in use."""
