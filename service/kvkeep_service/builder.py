@@ -38,7 +38,7 @@ from kvkeep_storage.errors import (
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.manifest import ManifestFacts
-from kvkeep_storage.records import UNFINISHED, BuildLease, ContextRecord
+from kvkeep_storage.records import BuildLease, ContextRecord
 
 _log = structlog.get_logger(__name__)
 
@@ -163,7 +163,7 @@ class Builder:
         """Bring the context of a job to its end. Raises whatever ends the attempt without one."""
         metadata, leases = self._stores.metadata, self._stores.leases
         record = await metadata.context(job.tenant, job.context_id)
-        if record is None or record.status not in UNFINISHED:
+        if record is None or not record.awaits_build:
             return
         if record.model != self._planner.identity.model:
             raise Postponed
@@ -189,8 +189,9 @@ class Builder:
         key = CacheKey(job.tenant, record.cache_id)
         async with Heartbeat(stores, job, lease).beating() as report:
             plan, body = await self._plan(job, record)
-            is_rebuild = record.status == "rebuilding"
-            await metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
+            if record.status != "ready":
+                is_rebuild = record.status == "rebuilding"
+                await metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
             committed = await metadata.cache(*key)
             # Whatever others rely on stays readable: their cuts, up to the highest.
             relied_on = committed.ratios if committed else ()

@@ -40,21 +40,31 @@ class Recovery:
         is left to quarantine. Returns what its asker is to be told.
         Raises: StorageError; contexts that wait for a build by then are enqueued by reconciling.
         """
-        stores = self._stores
         if isinstance(error, Corrupt):
-            assert error.generation is not None, "only what is proven leads here"
-            _log.warning("cache_quarantined", cache=cache_id, generation=error.generation)
-            ids = await quarantine(
-                stores.objects, stores.metadata, tenant, cache_id, error.generation
-            )
+            await self.take_out(tenant, cache_id, error)
         else:
-            ids = await self._without_cache(tenant, context_id)
+            # Nothing is damaged: the record is lost, or the store was over its cap.
+            for waiting_id in await self._without_cache(tenant, context_id):
+                await self._stores.jobs.enqueue(tenant, waiting_id)
+        return await self._told(tenant, context_id)
+
+    async def take_out(self, tenant: str, cache_id: str, error: Corrupt) -> None:
+        """Quarantine the generation that ``error`` names; its contexts are built again.
+
+        Raises: as ``recover``.
+        """
+        stores = self._stores
+        assert error.generation is not None, "only what is proven leads here"
+        _log.warning("cache_quarantined", cache=cache_id, generation=error.generation)
+        ids = await quarantine(stores.objects, stores.metadata, tenant, cache_id, error.generation)
+        await self._build_again(tenant, ids)
+
+    async def _build_again(self, tenant: str, ids: Sequence[str]) -> None:
         if self._rebuilds:
             for waiting_id in ids:
-                await stores.jobs.enqueue(tenant, waiting_id)
+                await self._stores.jobs.enqueue(tenant, waiting_id)
         else:
             await self._fail(tenant, ids)
-        return await self._told(tenant, context_id)
 
     async def _fail(self, tenant: str, ids: Sequence[str]) -> None:
         stores = self._stores
@@ -77,7 +87,7 @@ class Recovery:
         return ContextNotReady(context_id, "rebuilding")
 
     async def _without_cache(self, tenant: str, context_id: str) -> list[str]:
-        """A ready context whose cache no record knows: records were lost, bytes may be."""
+        """A ready context whose cache no record knows is built again."""
         record = await self._stores.metadata.context(tenant, context_id)
         if record is None or record.status != "ready":
             return []

@@ -22,6 +22,7 @@ from kvkeep_service.errors import (
 )
 from kvkeep_service.ids import is_context_id
 from kvkeep_service.ports import DocumentSpec, Span, Worker
+from kvkeep_service.rebuilding import rebuild
 from kvkeep_service.registration import Answered, Registration, once, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
@@ -163,6 +164,17 @@ class Registry:
         if not is_context_id(context_id):
             raise ContextNotFound(context_id)
         await self._remover.remove_context(tenant, context_id)
+
+    async def rebuild(self, tenant: str, context_id: str) -> ContextRecord:
+        """Build a context again; see `rebuilding.rebuild` for what that means and raises.
+
+        Raises: ContextNotFound, ContextExpired.
+        """
+        record = await self.context(tenant, context_id)
+        try:
+            return await rebuild(self._stores, self._worker, record)
+        except Gone as error:
+            raise _expired(context_id, error.expired_at) from error
 
     async def finished(self, tenant: str, context_id: str, seconds: float) -> ContextRecord:
         """Wait until a context is ready or failed, at most so long, and return it as it is then.

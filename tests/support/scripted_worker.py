@@ -126,10 +126,11 @@ class ScriptedWorker:
     async def _build(self, job: Job) -> None:
         metadata = self._stores.metadata
         record = await metadata.context(job.tenant, job.context_id)
-        if record is not None and record.status in ("queued", "building", "rebuilding"):
-            await metadata.set_building(
-                job.tenant, job.context_id, rebuilding=record.status == "rebuilding"
-            )
+        if record is not None and record.awaits_build:
+            if record.status != "ready":
+                await metadata.set_building(
+                    job.tenant, job.context_id, rebuilding=record.status == "rebuilding"
+                )
             await metadata.progress(job.tenant, job.context_id, "scoring", 0.5)
             if self.fail_next_build:
                 self.fail_next_build = False

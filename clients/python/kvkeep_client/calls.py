@@ -126,6 +126,11 @@ def delete_context(context_id: str) -> Call:
     return Call("DELETE", _path(context_id))
 
 
+def rebuild_context(context_id: str) -> Call:
+    """Queue a new build of a context's cache; one that waits already is left as it is."""
+    return Call("POST", _path(context_id, "/rebuild"))
+
+
 def get_document(context_id: str) -> Call:
     """Read the registered document and what surrounds it in the prompt."""
     return Call("GET", _path(context_id, "/document"))

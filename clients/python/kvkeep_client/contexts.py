@@ -139,6 +139,17 @@ class Context:
         self.info = read_context(self._transport.fields(call))
         return self
 
+    def rebuild(self) -> Self:
+        """Have the cache built again: after a failure, or to replace it. Modifies ``info``.
+
+        A failed context is queued: ``wait()`` for it. A ready one stays ready and answers from
+        its present cache until the new one is there.
+        Raises: Conflict, when the stored document is damaged; QuotaExceeded and the other errors
+            of the API.
+        """
+        self.info = read_context(self._transport.fields(calls.rebuild_context(self.id)))
+        return self
+
     def document(self) -> str:
         """Return the text that was registered."""
         return self._transport.fields(calls.get_document(self.id)).text("document")

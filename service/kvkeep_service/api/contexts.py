@@ -201,6 +201,33 @@ async def delete_context(context_id: ContextId, tenant: Tenant, registry: TheReg
     return Response(status_code=204)
 
 
+@router.post(
+    "/{context_id}/rebuild",
+    summary="Build a context again",
+    status_code=202,
+    response_model=ContextView,
+    dependencies=[Depends(only_parameters())],
+    responses=responses(
+        *COMMON,
+        "context_not_found",
+        "context_expired",
+        "context_model_mismatch",
+        "document_corrupt",
+        "quota_exceeded",
+        "storage_unavailable",
+        "storage_full",
+    ),
+)
+async def rebuild_context(context_id: ContextId, tenant: Tenant, registry: TheRegistry) -> Response:
+    """Queue a new build of the cache, after a failure or to replace what is stored.
+
+    A ready context goes on answering from its present cache until the new one is there, and
+    keeps it when the new build fails.
+    """
+    record = await registry.rebuild(tenant, context_id)
+    return _response(Answered(202, _body(record), _retry_after(record)))
+
+
 @router.get(
     "/{context_id}/document",
     summary="Read the document back",

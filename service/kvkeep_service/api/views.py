@@ -124,8 +124,9 @@ class ContextView(View):
     def of(cls, record: ContextRecord) -> "ContextView":
         """Show a record; a build that has not begun is at fraction 0 of its status."""
         progress = None
-        if record.status in UNFINISHED:
-            progress = Progress(stage=record.stage or record.status, fraction=record.fraction)
+        if record.awaits_build:
+            waiting = record.status if record.status in UNFINISHED else "queued"
+            progress = Progress(stage=record.stage or waiting, fraction=record.fraction)
         error = None
         if record.error_code is not None:
             error = ErrorView(code=record.error_code, detail=record.error_detail or "")

@@ -237,6 +237,9 @@ class StandIn:
                 return JSONResponse({"object": "document", "document": text})
             case "GET", ["events"]:
                 return StreamingResponse(self._build(context_id), media_type="text/event-stream")
+            case "POST", ["rebuild"]:
+                context |= {"status": "queued", "error": None}
+                return JSONResponse(context, 202)
             case "POST", ["query"]:
                 return self._query(context, body)
             case _:

@@ -128,6 +128,17 @@ def test_waiting_for_a_failed_build_says_why(server: StandIn, kv: KVKeep) -> Non
     assert context.status == "failed"
 
 
+def test_a_failed_context_can_be_built_again(server: StandIn, kv: KVKeep) -> None:
+    server.ends_as = "failed"
+    context = kv.contexts.create("some words")
+    with pytest.raises(ContextFailed):
+        context.wait()
+    server.ends_as = "ready"
+    assert context.rebuild() is context
+    assert context.status == "queued"
+    assert context.wait().status == "ready"
+
+
 def test_waiting_for_an_expired_context_ends(server: StandIn, kv: KVKeep) -> None:
     context = kv.contexts.create("some words")
     server.finish(context.id, "expired")

@@ -35,6 +35,7 @@ def test_the_clients_methods_are_these() -> None:
         "id",
         "name",
         "query",
+        "rebuild",
         "refresh",
         "status",
         "stream",

@@ -221,3 +221,43 @@ async def test_documents_of_several_contexts_are_built_in_order(bench: Workbench
     bench.builder.start()
     ends = [await bench.jobs.next_end() for _ in records]
     assert [end.context_id for end in ends] == [record.id for record in records]
+
+
+async def test_a_ready_context_is_built_afresh_and_ready_all_the_while(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    bench.builder.start()
+    record = await bench.build()
+    old = await bench.stores.metadata.cache(TENANT, record.cache_id)
+    rows = (await bench.load(record, None)).rows
+    bench.model.hold_after(1)
+    await bench.registry.rebuild(TENANT, record.id)
+    await bench.held()
+    assert (await bench.record(record.id)).status == "ready"
+    bench.model.release()
+    assert (await bench.jobs.next_end()).how == "settled"
+    rebuilt = await bench.record(record.id)
+    assert (rebuilt.status, rebuilt.refresh_requested_at) == ("ready", None)
+    new = await bench.stores.metadata.cache(TENANT, record.cache_id)
+    assert old is not None
+    assert new is not None
+    assert new.generation != old.generation
+    assert_equal_rows((await bench.load(rebuilt, None)).rows, rows)
+    assert await bench.stores.metadata.unfinished() == []
+
+
+async def test_a_ready_context_that_cannot_be_built_afresh_keeps_its_cache(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    bench.builder.start()
+    record = await bench.build()
+    rows = (await bench.load(record, None)).rows
+    await bench.builder.stop()
+    await bench.registry.rebuild(TENANT, record.id)
+    (tmp_path / "documents" / TENANT / record.id / "document.json").write_text("{}")
+    bench.another().start()
+    assert (await bench.jobs.next_end()).how == "settled"
+    kept = await bench.record(record.id)
+    assert (kept.status, kept.error_code, kept.refresh_requested_at) == ("ready", None, None)
+    assert_equal_rows((await bench.load(kept, None)).rows, rows)
+    assert await bench.stores.metadata.unfinished() == []

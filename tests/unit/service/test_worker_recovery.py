@@ -18,6 +18,7 @@ from kvkeep_service.errors import (
 from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import Incompatible, ObjectsUnavailable
 from kvkeep_storage.redis_keys import TenantKeys
+from kvkeep_storage.sweeper import Sweeper
 
 from ...support.registering import breaking
 from .serving import IDLE, Service, serving
@@ -151,3 +152,24 @@ async def test_a_cache_of_a_newer_version_is_no_other_model_and_is_not_touched(
     assert told.value.field == "schema_version"
     assert await forgetful.status(request) == "ready"
     assert path.exists()
+
+
+@pytest.mark.parametrize("rebuilds", [True, False], ids=["rebuild", "fail"])
+async def test_field_27_what_the_size_cap_took_is_built_again_when_it_is_asked(
+    stores: Stores, tiny: LoadedModel, tmp_path: Path, *, rebuilds: bool
+) -> None:
+    """Nothing is damaged, so it is built again whatever is done about damage."""
+    async with serving(stores, tiny, rebuilds=rebuilds, resident_bytes=0) as service:
+        request = await service.ready()
+        before = await service.ids(request)
+        sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, 3600, store_bytes=0)
+        assert (await sweeper.run_once()).evicted == 1
+        assert manifests(tmp_path) == []
+        assert await service.status(request) == "ready"
+        asked = await asyncio.gather(
+            *(service.answer(request) for _ in range(3)), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in asked] == [ContextNotReady] * 3
+        assert (await service.jobs.next_end()).how == "settled"
+        assert await service.ids(request) == before
+        assert len(manifests(tmp_path)) == 1

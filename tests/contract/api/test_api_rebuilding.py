@@ -1,0 +1,88 @@
+"""Building a context again over HTTP: after a failure, and to replace what is stored."""
+
+import threading
+import time
+
+from ...support.api_server import ApiServer
+from .answers import UNKNOWN, numbered, problem
+
+QUESTION = {"question": "when?"}
+
+
+def _rebuild(api: ApiServer, context_id: str) -> dict[str, object]:
+    response = api.client.post(f"/contexts/{context_id}/rebuild")
+    assert response.status_code == 202, response.text
+    context: dict[str, object] = response.json()
+    return context
+
+
+def _generations(api: ApiServer, context_id: str) -> list[str]:
+    cache_id = api.run(api.registry.context("default", context_id)).cache_id
+    return api.stored_files(cache_id, "manifest.json")
+
+
+def test_a_failed_context_is_built_again_and_answers(api: ApiServer) -> None:
+    api.worker.fail_next_build = True
+    body = {"document": numbered(31)}
+    failed = api.client.post("/contexts?wait=30", json=body).json()
+    assert failed["status"] == "failed"
+    context = _rebuild(api, failed["id"])
+    assert (context["status"], context["error"]) == ("queued", None)
+    record = api.run(api.registry.finished("default", failed["id"], 30))
+    assert record.status == "ready"
+    assert api.client.post(f"/contexts/{failed['id']}/query", json=QUESTION).status_code == 200
+
+
+def test_a_ready_context_answers_while_a_fresh_generation_is_built(api: ApiServer) -> None:
+    context = api.create(document=numbered(32))
+    before = _generations(api, context["id"])
+    api.hold_builds()
+    rebuilt = _rebuild(api, context["id"])
+    assert rebuilt["status"] == "ready"
+    assert rebuilt["progress"] == {"stage": "queued", "fraction": 0.0}
+    # Asked for twice, built once.
+    _rebuild(api, context["id"])
+    assert api.client.post(f"/contexts/{context['id']}/query", json=QUESTION).status_code == 200
+    api.release_builds()
+    deadline = time.monotonic() + 30
+    while api.client.get(f"/contexts/{context['id']}").json()["progress"] is not None:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+    after = _generations(api, context["id"])
+    assert len(after) == len(before) + 1
+    assert api.run(api.stores.metadata.unfinished()) == []
+    assert api.client.post(f"/contexts/{context['id']}/query", json=QUESTION).status_code == 200
+
+
+def test_a_ready_context_keeps_its_cache_when_the_fresh_build_fails(api: ApiServer) -> None:
+    context = api.create(document=numbered(33))
+    before = _generations(api, context["id"])
+    api.worker.fail_next_build = True
+    _rebuild(api, context["id"])
+    deadline = time.monotonic() + 30
+    while (shown := api.client.get(f"/contexts/{context['id']}").json())["progress"] is not None:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+    assert (shown["status"], shown["error"]) == ("ready", None)
+    assert _generations(api, context["id"]) == before
+    assert api.run(api.stores.metadata.unfinished()) == []
+
+
+def test_what_is_built_already_is_left_as_it_is(api: ApiServer) -> None:
+    api.hold_builds()
+    context = api.client.post("/contexts", json={"document": numbered(34)}).json()
+    assert _rebuild(api, context["id"])["status"] in ("queued", "building")
+
+
+def test_what_is_not_there_cannot_be_built_again(api: ApiServer) -> None:
+    response = api.client.post(f"/contexts/{UNKNOWN}/rebuild")
+    assert (response.status_code, problem(response)["code"]) == (404, "context_not_found")
+
+
+def test_a_damaged_document_is_told_before_anything_is_queued(api: ApiServer) -> None:
+    context = api.create(document=numbered(35))
+    path = api.objects_dir / "documents" / "default" / context["id"] / "document.json"
+    path.write_bytes(path.read_bytes().replace(b"agreement", b"agreemeny"))
+    response = api.client.post(f"/contexts/{context['id']}/rebuild")
+    assert (response.status_code, problem(response)["code"]) == (409, "document_corrupt")
+    assert api.client.get(f"/contexts/{context['id']}").json()["progress"] is None
