@@ -18,8 +18,9 @@ from kvkeep_service.engine.scheduler import BuildTask, Scheduler
 from kvkeep_service.errors import ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
-from kvkeep_service.residency import CacheKey, Residency
+from kvkeep_service.residency import Residency
 from kvkeep_service.rows import to_store
+from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
 from kvkeep_storage.binding import require_bound
@@ -203,7 +204,8 @@ class Builder:
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))
             # Before the commit makes contexts ready: their first questions find it in memory.
-            self._residency.adopt(key, built.context)
+            seconds = sum(built.timings.values())
+            self._residency.adopt(key, built.context, build_seconds=seconds)
             try:
                 await commit(stores.objects, metadata, stores.leases, lease, rows, facts)
             except BaseException:

@@ -11,7 +11,8 @@ from kvkeep_storage.fingerprint import Fingerprint
 
 Scoring = Literal["exact", "local"]
 FinishReason = Literal["stop", "length"]
-CacheSource = Literal["resident", "store"]
+CacheSource = Literal["resident", "host", "disk", "store"]
+MissReason = Literal["absent", "ratio", "evicted", "dropped", "corrupt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +84,18 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class QueryRequest:
-    """One question on one ready context. ``ratio`` is a stored ratio, fixed at admission."""
+    """One question on one ready context. ``ratio`` is a stored ratio.
+
+    With ``min_ratio``, another stored one, any stored ratio in between will do; which one it is
+    is fixed when the question is read, and said with the answer.
+    """
 
     tenant: str
     context_id: str
     cache_id: str
     ratio: float
     question: str
+    min_ratio: float | None = None
     system: str | None = None
     max_tokens: int = 256
     temperature: float = 0.0
@@ -137,6 +143,25 @@ class AnswerEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadCount:
+    """Loads of caches that have ended well since the start, from one source."""
+
+    loads: int
+    seconds: float
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """How often caches were in memory, why not, and what bringing them took, since the start."""
+
+    hits: int
+    misses: Mapping[MissReason, int]
+    evictions: int
+    loads: Mapping[CacheSource, LoadCount]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStats:
     """A snapshot for health and tests; every count returns to its idle value."""
 
@@ -147,6 +172,7 @@ class WorkerStats:
     waiting_queries: int
     running_builds: int
     alive: bool
+    running_loads: int = 0
 
 
 class Worker(Protocol):
@@ -177,10 +203,21 @@ class Worker(Protocol):
         """
         ...
 
+    async def prefetch(self, tenant: str, cache_id: str, ratio: float) -> None:
+        """Begin to load a cache, which nobody waits for; what becomes of it is told to nobody.
+
+        Raises: Overloaded, when as many are being loaded so as may be.
+        """
+        ...
+
     async def drop(self, tenant: str, cache_id: str) -> None:
         """Forget a resident cache once its running queries end. Modifies residency only."""
         ...
 
     def stats(self) -> WorkerStats:
         """Counts as of now."""
+        ...
+
+    def cache_counts(self) -> CacheCounts:
+        """What became of looking for caches in memory, since the start."""
         ...

@@ -1,168 +1,170 @@
-"""Which caches are in memory: pinned while used, shared, loaded once, evicted by budget.
+"""Which caches are in memory: pinned while used, shared, brought once, given up by budget.
 
 Belongs to the event loop: nothing here is called from the engine's thread.
 """
 
-import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
+from kvkeep_service.bringing import Bring, Load, Loads
 from kvkeep_service.engine.cache import ResidentContext
-from kvkeep_service.ports import CacheSource
+from kvkeep_service.ports import CacheCounts, CacheSource, MissReason
+from kvkeep_service.shelf import CacheKey, Entry, Shelf
 from kvkeep_storage.errors import NotFound
-
-
-class CacheKey(NamedTuple):
-    """A cache of a tenant."""
-
-    tenant: str
-    cache_id: str
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    context: ResidentContext
-    pins: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """One load and its waiters; the first of them to go on makes the entry for all."""
-
-    task: asyncio.Task[ResidentContext]
-    waiters: int = 0
-    entry: _Entry | None = None
-    is_dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A resident cache in use, where it came from, and how long that took in seconds."""
+    """A resident cache in use at a ratio, where it came from, and how long that took in seconds."""
 
     context: ResidentContext
+    ratio: float
     source: CacheSource
     load_seconds: float
 
 
 class Residency:
-    """A budgeted table of resident caches, least recently used out first.
+    """A budgeted table of caches in memory; the cheapest to bring back per byte goes first.
 
-    A cache in use is never evicted, so the budget is exceeded while queries need more.
+    A cache in use is never given up, so the budget is exceeded while queries need more. A query
+    reads no more than its ratio: of a cache that is in memory at lower ratios only, a higher one
+    is loaded anew, and queries that run go on with what they have.
     """
 
     def __init__(
         self,
-        load: Callable[[CacheKey], Coroutine[Any, Any, ResidentContext]],
+        bring: Bring,
         *,
         budget_bytes: int,
+        grows_in_place: bool = True,
+        on_failure: Callable[[CacheKey, Exception], None],
     ) -> None:
-        """``load`` brings a cache from the store, verified, or raises."""
-        self._load = load
-        self._budget_bytes = budget_bytes
-        self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
-        self._loads: dict[CacheKey, _Load] = {}
-        self._detached: set[_Entry] = set()
+        """``bring`` loads a cache, verified, or raises.
+
+        ``grows_in_place``: whether its first bands can be used while it brings the rest.
+        ``on_failure`` hears of what went wrong with a load after somebody got a part of it, or
+        with one that nobody waited for.
+        """
+        self._shelf = Shelf(budget_bytes)
+        self._loads = Loads(bring, self._shelf, on_failure)
+        self._grows_in_place = grows_in_place
+        self._hits = 0
+        self._misses: dict[MissReason, int] = dict.fromkeys(
+            ("absent", "ratio", "evicted", "dropped", "corrupt"), 0
+        )
 
     @asynccontextmanager
-    async def pinned(self, key: CacheKey, ratio: float) -> AsyncIterator[Pinned]:
-        """Hold a cache that is cut at ``ratio`` for the length of a ``with`` block.
+    async def pinned(
+        self, key: CacheKey, ratio: float, min_ratio: float | None = None
+    ) -> AsyncIterator[Pinned]:
+        """Hold a cache at ``ratio`` for the length of a ``with`` block.
 
-        Raises: what ``load`` raises; every waiter of one load gets the same error. NotFound when
-            even the loaded cache is not cut at ``ratio``.
+        With ``min_ratio`` a lower ratio will do, as far down as that: the highest that is in
+        memory, else ``min_ratio`` as soon as it is there. The rest is brought in the background.
+        Raises: what ``bring`` raises; every waiter of one load gets the same error. NotFound when
+            the loaded cache is cut at none of these ratios.
         """
         started = time.perf_counter()
-        source: CacheSource = "resident"
-        entry = self._entries.get(key)
-        if entry is None or ratio not in entry.context.ratios:
-            entry, source = await self._fetch(key), "store"
-        entry.pins += 1
-        if self._entries.get(key) is entry:
-            self._entries.move_to_end(key)
+        lowest = ratio if min_ratio is None else min_ratio
+        entry = self._shelf.find(key)
+        if entry is not None and entry.context.highest_ratio(lowest, ratio) is not None:
+            self._hits += 1
+            source: CacheSource = "resident"
+            self._shelf.pin(entry)
         else:
-            self._detached.add(entry)
+            self._misses["ratio" if entry else self._shelf.why_absent(key)] += 1
+            entry = await self._fetch(key, lowest, ratio)
+            source = entry.source
         try:
-            if ratio not in entry.context.ratios:
+            context = entry.context
+            found = context.highest_ratio(lowest, ratio)
+            if found is None:
                 raise NotFound("cache", f"{key.cache_id} at ratio {ratio}")
-            yield Pinned(entry.context, source, time.perf_counter() - started)
+            if found < ratio and self._loads.bringing(key, ratio) is None:
+                self._loads.start_aside(key, ratio)
+            yield Pinned(context, found, source, time.perf_counter() - started)
         finally:
-            entry.pins -= 1
-            if not entry.pins:
-                self._detached.discard(entry)
-            self._evict()
+            self._shelf.unpin(entry)
+            self._loads.cancel_unwanted()
+            self._loads.keep_to_budget()
 
-    def adopt(self, key: CacheKey, context: ResidentContext) -> None:
+    def prefetch(self, key: CacheKey, ratio: float) -> bool:
+        """Begin to bring a cache that nobody waits for; False when too many are brought so.
+
+        It is kept only where it displaces nothing in use or dearer than itself. Trouble with it
+        is told to nobody but ``on_failure``.
+        """
+        entry = self._shelf.find(key)
+        if entry is not None and ratio in entry.context.ratios:
+            self._shelf.touch(entry)
+            return True
+        return self._loads.bringing(key, ratio) is not None or self._loads.start_aside(key, ratio)
+
+    def adopt(self, key: CacheKey, context: ResidentContext, *, build_seconds: float = 0.0) -> None:
         """Keep a cache that was just built, as if it had been loaded."""
-        self._replace(key, context)
-        self._evict()
+        self._shelf.put(Entry(key, context, "resident"), build_seconds)
+        self._loads.keep_to_budget()
 
     def drop(self, key: CacheKey) -> None:
         """Forget a cache now; queries that hold it, or wait for it, have it until they end."""
-        load = self._loads.pop(key, None)
-        if load is not None:
-            load.is_dropped = True
-        self._remove(key)
+        self._loads.drop(key)
+        self._shelf.drop(key)
+
+    async def close(self) -> None:
+        """End what is brought in the background, and every other load."""
+        await self._loads.close()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of K and V held, those still used after ``drop`` included."""
-        held = [*self._entries.values(), *self._detached]
-        return sum(entry.context.size_bytes for entry in held)
+        """Bytes of K and V held or being filled, those still used after ``drop`` included."""
+        return self._shelf.size_bytes + self._loads.size_bytes
 
     @property
     def num_caches(self) -> int:
         """Caches a query would find in memory."""
-        return len(self._entries)
+        return self._shelf.num_entries
 
     @property
     def num_pinned(self) -> int:
         """Caches in use."""
-        return len(self._detached) + sum(1 for e in self._entries.values() if e.pins)
+        return self._shelf.num_pinned
 
-    async def _fetch(self, key: CacheKey) -> _Entry:
-        load = self._loads.get(key)
-        if load is None:
-            load = self._loads[key] = _Load(asyncio.create_task(self._load(key)))
-        load.waiters += 1
-        try:
-            # Shielded: one waiter that goes away must not take the load from the others.
-            context = await asyncio.shield(load.task)
-        finally:
-            load.waiters -= 1
-            if not load.waiters:
-                # Nobody is left to take the result, nor to be told of an error.
-                load.task.cancel()
-            if self._loads.get(key) is load and (load.task.done() or not load.waiters):
-                del self._loads[key]
-        if load.entry is None:
-            # Dropped meanwhile: whoever waited may use it, but nobody after them.
-            load.entry = _Entry(context) if load.is_dropped else self._place(key, context)
-        return load.entry
+    @property
+    def num_loads(self) -> int:
+        """Loads that are running."""
+        return self._loads.num_running
 
-    def _place(self, key: CacheKey, context: ResidentContext) -> _Entry:
-        """Keep a loaded cache, unless a build has brought as much of it in the meantime."""
-        present = self._entries.get(key)
-        if present is not None and set(present.context.ratios) >= set(context.ratios):
-            return present
-        return self._replace(key, context)
+    def counts(self) -> CacheCounts:
+        """What became of looking for caches, since the start."""
+        return CacheCounts(
+            hits=self._hits,
+            misses=dict(self._misses),
+            evictions=self._shelf.num_evicted,
+            loads={source: count.snapshot() for source, count in self._loads.counts.items()},
+        )
 
-    def _replace(self, key: CacheKey, context: ResidentContext) -> _Entry:
-        self._remove(key)
-        entry = _Entry(context)
-        self._entries[key] = entry
-        return entry
+    async def _fetch(self, key: CacheKey, lowest: float, ratio: float) -> Entry:
+        """Wait for a load that brings one of these ratios. Returns an entry that is pinned."""
+        load = self._suitable(key, lowest, ratio) or self._begin(key, lowest, ratio)
+        return await self._loads.pinned_entry(load, lowest, ratio)
 
-    def _remove(self, key: CacheKey) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None and entry.pins:
-            self._detached.add(entry)
+    def _suitable(self, key: CacheKey, lowest: float, ratio: float) -> Load | None:
+        """A running load to share: it brings the ratio, or at first one from the lowest on."""
+        for load in self._loads.of(key):
+            if lowest < ratio:
+                if lowest <= load.first_ratio <= ratio:
+                    return load
+            elif load.ratio >= ratio:
+                return load
+        return None
 
-    def _evict(self) -> None:
-        for key, entry in list(self._entries.items()):
-            if self.size_bytes <= self._budget_bytes:
-                return
-            if not entry.pins:
-                del self._entries[key]
+    def _begin(self, key: CacheKey, lowest: float, ratio: float) -> Load:
+        if lowest == ratio:
+            return self._loads.start(key, ratio)
+        is_coming = self._loads.bringing(key, ratio) is not None
+        if is_coming or not self._grows_in_place or not self._loads.has_room_aside:
+            # Less is there sooner; the rest comes with another load, or at another query.
+            return self._loads.start(key, lowest)
+        return self._loads.start(key, ratio, first_ratio=lowest)

@@ -7,6 +7,7 @@ from torch import Tensor
 from kvkeep_kernels.layout import RaggedKV
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ResidentContext
+from kvkeep_storage.arrival import ArrivingRows
 from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows
 
 _DTYPES: dict[torch.dtype, CacheDtype] = {
@@ -37,12 +38,17 @@ def to_store(built: BuiltCache) -> CacheRows:
     )
 
 
-def to_engine(rows: CacheRows, num_tokens: int, device: torch.device) -> ResidentContext:
-    """A loaded cache as the engine reads it; on a CPU the buffers are shared, else copied."""
+def to_engine(
+    rows: CacheRows | ArrivingRows, num_tokens: int, device: torch.device
+) -> ResidentContext:
+    """A cache as the engine reads it; on a CPU the buffers are shared, else copied.
+
+    Of rows that are still arriving nothing is looked at but their shapes.
+    """
     dtype = _TORCH[rows.dtype]
     layers = []
     for index, layer in enumerate(rows.layers):
-        length = torch.from_numpy(rows.length(index))
+        length = torch.from_numpy(rows.counts[:, index].sum(axis=0, dtype=np.int32))
         layers.append(
             RaggedKV(
                 torch.from_numpy(layer.k).view(dtype).to(device),

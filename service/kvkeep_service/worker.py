@@ -7,19 +7,18 @@ from contextlib import aclosing
 
 import structlog
 
+from kvkeep_service.bringing import ASIDE_MAX, Brought, Receiver
 from kvkeep_service.builder import Builder
-from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import (
-    ContextModelMismatch,
-    QuestionTooLong,
-)
+from kvkeep_service.errors import ContextModelMismatch, Overloaded, QuestionTooLong
+from kvkeep_service.loading import bring
 from kvkeep_service.plan import Planner
 from kvkeep_service.ports import (
     AnswerEvent,
+    CacheCounts,
     CompressionSpec,
     DocumentSpec,
     ModelInfo,
@@ -29,15 +28,14 @@ from kvkeep_service.ports import (
     WorkerStats,
 )
 from kvkeep_service.recovery import Recovery, is_proven
-from kvkeep_service.residency import CacheKey, Pinned, Residency
-from kvkeep_service.rows import to_engine
+from kvkeep_service.residency import Pinned, Residency
 from kvkeep_service.running import RunningQuery
+from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
+from kvkeep_service.telemetry import where
 from kvkeep_storage.documents import get_document
-from kvkeep_storage.errors import Corrupt, Incompatible, NotFound
+from kvkeep_storage.errors import Corrupt, Incompatible, NotFound, StorageError
 from kvkeep_storage.keys import DocumentKey
-from kvkeep_storage.load import load
-from kvkeep_storage.sources import ObjectSource
 
 _log = structlog.get_logger(__name__)
 
@@ -64,7 +62,13 @@ class LocalWorker:
         self._recovery = recovery
         self._planner = Planner(loaded)
         self._scheduler = Scheduler(loaded.language_model, max_waiting=max_queue, threads=threads)
-        self._residency = Residency(self._load, budget_bytes=resident_bytes)
+        self._residency = Residency(
+            self._bring,
+            budget_bytes=resident_bytes,
+            grows_in_place=loaded.language_model.device.type == "cpu",
+            on_failure=self._load_failed,
+        )
+        self._recoveries: set[asyncio.Task[None]] = set()
         self._builder = Builder(
             stores,
             self._planner,
@@ -87,6 +91,8 @@ class LocalWorker:
     async def stop(self) -> None:
         """End builds (they return to the queue) and queries, then the engine's thread."""
         await self._builder.stop()
+        await self._residency.close()
+        await asyncio.gather(*self._recoveries)
         if not await asyncio.to_thread(self._scheduler.stop, _STOP_SECONDS):
             _log.warning("engine_left_busy", after_seconds=_STOP_SECONDS)
 
@@ -118,7 +124,7 @@ class LocalWorker:
         )
         key = CacheKey(request.tenant, request.cache_id)
         try:
-            async with self._residency.pinned(key, request.ratio) as pinned:
+            async with self._residency.pinned(key, request.ratio, request.min_ratio) as pinned:
                 document_ids = await self._document_ids(request)
                 sequence = self._sequence(request, question_ids, pinned)
                 running = RunningQuery(sequence, received_at=started)
@@ -143,6 +149,11 @@ class LocalWorker:
             )
             raise ContextModelMismatch(request.context_id, found, here) from error
 
+    async def prefetch(self, tenant: str, cache_id: str, ratio: float) -> None:
+        """As ``ports.Worker.prefetch``."""
+        if not self._residency.prefetch(CacheKey(tenant, cache_id), ratio):
+            raise Overloaded(ASIDE_MAX, what="caches are being prefetched")
+
     async def drop(self, tenant: str, cache_id: str) -> None:
         """As ``ports.Worker.drop``."""
         self._residency.drop(CacheKey(tenant, cache_id))
@@ -158,22 +169,35 @@ class LocalWorker:
             waiting_queries=engine.waiting,
             running_builds=self._builder.num_running,
             alive=engine.is_alive,
+            running_loads=self._residency.num_loads,
         )
 
-    async def _load(self, key: CacheKey) -> ResidentContext:
-        stores = self._stores
-        loaded = await load(
-            ObjectSource(stores.objects),
-            stores.objects,
-            stores.metadata,
-            stores.leases,
-            key.tenant,
-            key.cache_id,
-            expected=self._planner.identity,
-            ratio=None,
-        )
+    def cache_counts(self) -> CacheCounts:
+        """As ``ports.Worker.cache_counts``."""
+        return self._residency.counts()
+
+    async def _bring(
+        self, key: CacheKey, ratio: float, first_ratio: float, receiver: Receiver
+    ) -> Brought:
         device = self._loaded.language_model.device
-        return await asyncio.to_thread(to_engine, loaded.rows, loaded.manifest.tokens_total, device)
+        return await bring(
+            self._stores, self._planner.identity, device, key, ratio, first_ratio, receiver
+        )
+
+    def _load_failed(self, key: CacheKey, error: Exception) -> None:
+        """A load that nobody waits for has failed; what it proved wrong is still to be rebuilt."""
+        _log.warning("background_load_failed", cache=key.cache_id, where=where(error))
+        if isinstance(error, Corrupt) and is_proven(error):
+            task = asyncio.create_task(self._recover(key, error))
+            self._recoveries.add(task)
+            task.add_done_callback(self._recoveries.discard)
+
+    async def _recover(self, key: CacheKey, error: Corrupt) -> None:
+        try:
+            await self._recovery.take_out(key.tenant, key.cache_id, error)
+        except StorageError as trouble:
+            # Bytes that are wrong will be found wrong again.
+            _log.warning("recovery_postponed", cache=key.cache_id, code=trouble.code)
 
     def _check_length(self, request: QueryRequest) -> None:
         """Refuse what cannot fit before it is tokenised. Raises: QuestionTooLong."""
@@ -215,7 +239,7 @@ class LocalWorker:
         )
         return Sequence(
             model,
-            pinned.context.view(request.ratio),
+            pinned.context.view(pinned.ratio),
             question_ids,
             options,
             tokenizer=self._loaded.tokenizer,

@@ -18,6 +18,7 @@ from kvkeep_service.errors import (
 )
 from kvkeep_service.ports import (
     AnswerEvent,
+    CacheCounts,
     CompressionSpec,
     DocumentSpec,
     KernelsInfo,
@@ -70,6 +71,7 @@ class ScriptedWorker:
         self.closed = 0
         self.last_request: QueryRequest | None = None
         self.dropped: list[tuple[str, str]] = []
+        self.prefetched: list[tuple[str, str, float]] = []
         self.fail_next_build = False
         self._fingerprints: dict[str, Fingerprint] = {}
 
@@ -109,11 +111,19 @@ class ScriptedWorker:
             self.running -= 1
             self.closed += 1
 
+    async def prefetch(self, tenant: str, cache_id: str, ratio: float) -> None:
+        if len(self.prefetched) == 2:
+            raise Overloaded(2, what="caches are being prefetched")
+        self.prefetched.append((tenant, cache_id, ratio))
+
     async def drop(self, tenant: str, cache_id: str) -> None:
         self.dropped.append((tenant, cache_id))
 
     def stats(self) -> WorkerStats:
         return WorkerStats(0, 0, 0, self.running, 0, 0, self.alive)
+
+    def cache_counts(self) -> CacheCounts:
+        return CacheCounts(hits=3, misses={"absent": 2}, evictions=1, loads={})
 
     async def run_builds(self) -> None:
         """Claim and build until cancelled."""

@@ -1,11 +1,13 @@
 """The KV that the engine owns: a document's full cache, a query's tail, a resident context."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.model import ModelShape
 
 _MIN_CAPACITY = 64
@@ -85,11 +87,15 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class ContextView:
-    """A context at one ratio, as attention reads it: layers, and the position that follows."""
+    """A context at one ratio, as attention reads it: layers, and the position that follows.
+
+    With ``arrival``, a layer may be read only once that lets ``wait`` return for it.
+    """
 
     layers: tuple[RaggedKV, ...]
     num_tokens: int
     ratio: float
+    arrival: LayerArrival | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +104,29 @@ class ResidentContext:
 
     Shapes: counts [bands, layers, heads] int32, rows each band adds; ratios name the bands.
     ``num_tokens`` is the document's length with its prefix (N): the position where questions
-    start, however few rows are kept.
+    start, however few rows are kept. Buffers may have room for more bands than ``ratios`` names.
+    ``arrival`` tells which layers are there, when they have not all come yet.
     """
 
     layers: tuple[RaggedKV, ...]
     counts: Tensor
     ratios: tuple[float, ...]
     num_tokens: int
+    arrival: LayerArrival | None = None
     _views: dict[float, ContextView] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of K and V held in memory."""
         return sum(layer.size_bytes for layer in self.layers)
+
+    def highest_ratio(self, lowest: float, highest: float) -> float | None:
+        """The highest of its ratios from ``lowest`` to ``highest``; None when there is none."""
+        return max((r for r in self.ratios if lowest <= r <= highest), default=None)
+
+    def extended(self, counts: Tensor, ratios: Sequence[float]) -> "ResidentContext":
+        """The same buffers with more bands, once those are verified too. Shares the views."""
+        return replace(self, counts=counts, ratios=tuple(ratios))
 
     def view(self, ratio: float) -> ContextView:
         """The context at one of its ratios: the same buffers, shorter runs; made once for each.
@@ -125,5 +141,5 @@ class ResidentContext:
                 rows.truncated(length.to(rows.start.device))
                 for rows, length in zip(self.layers, lengths, strict=True)
             )
-            self._views[ratio] = ContextView(layers, self.num_tokens, ratio)
+            self._views[ratio] = ContextView(layers, self.num_tokens, ratio, self.arrival)
         return self._views[ratio]

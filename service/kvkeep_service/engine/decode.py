@@ -65,6 +65,12 @@ class Sequence:
         return self.context.num_tokens + self.tail.tokens
 
     @property
+    def has_to_wait(self) -> bool:
+        """Whether reading may have to wait for layers of the context."""
+        arrival = self.context.arrival
+        return arrival is not None and not arrival.is_settled
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether the whole question has been read."""
         return self.tail.tokens >= len(self.question_ids)
@@ -96,7 +102,9 @@ class Sequence:
 def prefill_question(model: LanguageModel, sequence: Sequence) -> str | None:
     """Read the next slice of a question. Returns the first text once all of it is read.
 
-    Modifies the sequence and its tail; one bounded work item.
+    Modifies the sequence and its tail, which stay as they were when the forward fails; one
+    bounded work item, but for layers of the context that are still to arrive: these it waits for.
+    Raises: NotYet, and what ended the load of the context.
     """
     if sequence.read_at is None:
         sequence.read_at = time.perf_counter()
@@ -146,6 +154,8 @@ class _QuestionPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, batch 1. Modifies the tail."""
+        if self._context.arrival is not None:
+            self._context.arrival.wait(layer)
         own = self._tail.write(layer, k[0], v[0])
         return ragged_prefill(q[0], self._context.layers[layer], own, scale=scale)[None]
 

@@ -3,6 +3,10 @@
 A round of the loop reads one slice of one new question, gives every running query one token,
 and does one work item of one build. So questions join and leave at any token, and a build never
 holds an answer up for longer than one of its slices.
+
+A question whose context is still being loaded is read layer by layer as they arrive, but only
+while nothing else is to be done: whatever is submitted meanwhile makes the engine give that up,
+and begin it again later.
 """
 
 import threading
@@ -13,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from kvkeep_service.engine.arrival import LayerArrival, NotYet
 from kvkeep_service.engine.build import BuiltCache, Progress
 from kvkeep_service.engine.decode import Sequence, decode_step, prefill_question
 from kvkeep_service.engine.model import LanguageModel
@@ -81,6 +86,8 @@ class Scheduler:
         self._builds: deque[BuildTask] = deque()
         self._running: list[QueryTask] = []
         self._is_stopping = False
+        # What the engine is waiting for, or about to, because there is nothing else to do.
+        self._awaited: LayerArrival | None = None
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
 
     def start(self) -> None:
@@ -94,7 +101,7 @@ class Scheduler:
         """
         with self._wake:
             self._is_stopping = True
-            self._wake.notify()
+            self._call_for_the_engine()
         self._thread.join(deadline_seconds)
         return not self._thread.is_alive()
 
@@ -107,14 +114,14 @@ class Scheduler:
             if waiting >= self._max_waiting:
                 raise Overloaded(self._max_waiting)
             self._waiting.append(task)
-            self._wake.notify()
+            self._call_for_the_engine()
 
     def submit_build(self, task: BuildTask) -> None:
         """Queue a build; builds run one at a time, in order. Raises: WorkerUnavailable."""
         with self._wake:
             self._check_open()
             self._builds.append(task)
-            self._wake.notify()
+            self._call_for_the_engine()
 
     def stats(self) -> SchedulerStats:
         """Counts as of now; all zero at idle."""
@@ -125,6 +132,11 @@ class Scheduler:
                 len(self._builds),
                 self._thread.is_alive() and not self._is_stopping,
             )
+
+    def _call_for_the_engine(self) -> None:
+        self._wake.notify()
+        if self._awaited is not None:
+            self._awaited.interrupt()
 
     def _check_open(self) -> None:
         if self._is_stopping or not self._thread.is_alive():
@@ -158,18 +170,41 @@ class Scheduler:
                 self._running.append(self._waiting.popleft())
 
     def _read_question(self) -> None:
-        """One slice of the oldest question that is not wholly read."""
-        task = next((t for t in self._running if not t.sequence.is_prefilled), None)
+        """One slice of the oldest question that is not wholly read and need not wait."""
+        unread = [task for task in self._running if not task.sequence.is_prefilled]
+        task = next((t for t in unread if not t.sequence.has_to_wait), None)
+        if task is None:
+            task = self._worth_waiting_for(unread)
         if task is None:
             return
         try:
             text = prefill_question(self._model, task.sequence)
+        except NotYet:
+            return
         # Whatever one question raises must reach its asker and spare the engine.
         except Exception as error:  # noqa: BLE001
             self._finish(task, error)
             return
+        finally:
+            with self._wake:
+                self._awaited = None
         if text is not None:
             self._deliver(task, text)
+
+    def _worth_waiting_for(self, unread: list[QueryTask]) -> QueryTask | None:
+        """The oldest question whose context is arriving, when there is nothing else to do.
+
+        From then on, until it is read, whoever submits work interrupts the wait.
+        """
+        with self._wake:
+            can_admit = bool(self._waiting) and len(self._running) < MAX_RUNNING
+            is_busy = self._is_stopping or can_admit or bool(self._builds)
+            if is_busy or not unread or len(unread) < len(self._running):
+                return None
+            self._awaited = unread[0].sequence.context.arrival
+            assert self._awaited is not None, "only what is arriving has to wait"
+            self._awaited.resume()
+            return unread[0]
 
     def _decode(self) -> None:
         """One token for every sequence whose question is read."""

@@ -3,11 +3,13 @@
 import asyncio
 import random
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 
 import pytest
 
-from kvkeep_service.engine.cache import ResidentContext
-from kvkeep_service.residency import CacheKey, Residency
+from kvkeep_service.bringing import Brought, Receiver
+from kvkeep_service.residency import Residency
+from kvkeep_service.shelf import CacheKey
 from kvkeep_storage.errors import NotFound, ObjectsUnavailable
 
 from .loads import ROW_BYTES, Asker, Store, a_context
@@ -24,7 +26,11 @@ async def store() -> Store:
 
 @pytest.fixture
 async def residency(store: Store) -> Residency:
-    return Residency(store.load, budget_bytes=25 * ROW_BYTES)
+    return Residency(store.bring, budget_bytes=25 * ROW_BYTES, on_failure=unheard)
+
+
+def unheard(key: CacheKey, error: Exception) -> None:
+    raise AssertionError(f"{key} failed with nobody to hear it") from error
 
 
 def counts(residency: Residency) -> tuple[int, int, int]:
@@ -100,12 +106,10 @@ async def test_a_load_done_as_its_only_waiter_goes_away_is_no_hidden_memory(
 ) -> None:
     asker = Asker(residency, A)
     await store.finish(a_context())
-    # The load has its result, and the waiter is cancelled before it hears of it.
     await asker.cancel()
+    assert counts(residency) == (1, 0, 10)
     again = Asker(residency, A)
-    await store.finish(a_context())
-    await again.pinned()
-    assert store.calls == [A, A]
+    assert (await again.pinned()).source == "resident"
     await again.let_go()
 
 
@@ -162,7 +166,7 @@ async def test_more_than_the_budget_is_held_while_it_is_in_use_only(
 
 
 async def test_without_a_budget_a_cache_serves_its_query_and_goes(store: Store) -> None:
-    residency = Residency(store.load, budget_bytes=0)
+    residency = Residency(store.bring, budget_bytes=0, on_failure=unheard)
     asker = Asker(residency, A)
     await store.finish(a_context())
     await asker.pinned()
@@ -282,18 +286,41 @@ async def test_an_error_of_the_query_lets_go_of_the_cache(residency: Residency) 
 async def test_nothing_is_in_use_after_any_mixture_of_queries(store: Store) -> None:
     rng = random.Random(3)
 
-    async def load(key: CacheKey) -> ResidentContext:
+    ratios = (0.1, 0.3, 0.5)
+    failures: list[Exception] = []
+
+    async def some_time() -> None:
         for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
-        if rng.random() < 0.2:
+        if rng.random() < 0.1:
             raise ObjectsUnavailable("get", "away")
-        return a_context(rng.randint(1, 20), rng.choice(((0.3,), (0.3, 0.5))))
 
-    residency = Residency(load, budget_bytes=25 * ROW_BYTES)
+    async def bring(key: CacheKey, ratio: float, first_ratio: float, receiver: Receiver) -> Brought:
+        await some_time()
+        context = a_context(rng.randint(1, 20), ratios[: ratios.index(ratio) + 1])
+        receiver.room(context.size_bytes)
+        await some_time()
+        if rng.random() < 0.5:
+            bands = ratios.index(first_ratio) + 1
+            receiver.usable(replace(context, ratios=ratios[:bands]), "store")
+            await some_time()
+            receiver.first()
+        await some_time()
+        return Brought(context, "store", 1)
+
+    residency = Residency(
+        bring,
+        budget_bytes=25 * ROW_BYTES,
+        on_failure=lambda _, error: failures.append(error),
+    )
 
     async def ask() -> None:
+        ratio = rng.choice(ratios)
+        lowest = rng.choice((None, rng.choice(ratios[: ratios.index(ratio) + 1])))
         with suppress(ObjectsUnavailable, NotFound):
-            async with residency.pinned(rng.choice((A, B, C)), rng.choice((0.1, 0.3, 0.5))):
+            async with residency.pinned(rng.choice((A, B, C)), ratio, lowest) as pinned:
+                assert (lowest or ratio) <= pinned.ratio <= ratio
+                assert pinned.ratio in pinned.context.ratios
                 for _ in range(rng.randrange(4)):
                     await asyncio.sleep(0)
 
@@ -301,15 +328,20 @@ async def test_nothing_is_in_use_after_any_mixture_of_queries(store: Store) -> N
         askers = [asyncio.create_task(ask()) for _ in range(8)]
         for asker in askers:
             await asyncio.sleep(0)
-            match rng.randrange(4):
+            match rng.randrange(5):
                 case 0:
                     asker.cancel()
                 case 1:
                     residency.drop(rng.choice((A, B, C)))
                 case 2:
                     residency.adopt(rng.choice((A, B, C)), a_context(rng.randint(1, 20)))
+                case 3:
+                    residency.prefetch(rng.choice((A, B, C)), rng.choice(ratios))
         outcomes = await asyncio.gather(*askers, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} <= {type(None), asyncio.CancelledError}
+        for _ in range(40):
+            await asyncio.sleep(0)
+        assert residency.num_loads == 0
         assert residency.num_pinned == 0
         assert residency.size_bytes <= 25 * ROW_BYTES
-        assert residency._loads == {}
+    assert failures

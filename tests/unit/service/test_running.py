@@ -53,7 +53,7 @@ async def test_pieces_come_in_order_and_are_the_answer(
 ) -> None:
     running = RunningQuery(asked, received_at=time.perf_counter())
     events = [event async for event in running.events(scheduler)]
-    answer = running.answer(Pinned(context, "store", 0.25), REQUEST, None)
+    answer = running.answer(Pinned(context, 1.0, "store", 0.25), REQUEST, None)
     assert [event.index for event in events] == list(range(len(events)))
     assert all(event.text for event in events)
     assert answer.text == "".join(event.text for event in events) == WORDS.decode(asked.generated)
@@ -73,10 +73,10 @@ async def test_token_ids_are_given_to_who_asks_for_them(
     async for _ in running.events(scheduler):
         pass
     request = replace(REQUEST, return_token_ids=True)
-    answer = running.answer(Pinned(context, "resident", 0.0), request, [50, 60])
+    answer = running.answer(Pinned(context, 1.0, "resident", 0.0), request, [50, 60])
     assert answer.token_ids == tuple(asked.generated)
     assert answer.prompt_token_ids == (50, 60, 1, 2, 3)
-    without = running.answer(Pinned(context, "resident", 0.0), request, None)
+    without = running.answer(Pinned(context, 1.0, "resident", 0.0), request, None)
     assert (without.token_ids, without.prompt_token_ids) == (answer.token_ids, None)
 
 
@@ -87,7 +87,7 @@ async def test_an_answer_of_one_token_has_no_rate(
     running = RunningQuery(one, received_at=time.perf_counter())
     async for _ in running.events(scheduler):
         pass
-    assert running.answer(Pinned(context, "store", 0), REQUEST, None).timings.decode_tps == 0.0
+    assert running.answer(Pinned(context, 1.0, "store", 0), REQUEST, None).timings.decode_tps == 0.0
 
 
 async def test_closing_the_iterator_ends_the_sequence_within_one_token(

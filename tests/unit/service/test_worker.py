@@ -21,7 +21,7 @@ from kvkeep_service.ports import (
     QueryRequest,
 )
 from kvkeep_service.registration import Registration
-from kvkeep_service.residency import CacheKey
+from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 
 from ...support.documents import contract
@@ -42,7 +42,9 @@ async def service(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Service]:
 async def test_an_answer_is_what_the_engine_gives_for_the_cache(service: Service) -> None:
     request = await service.ready()
     answer = await service.answer(replace(request, ratio=0.1, max_tokens=16))
-    context = service.worker._residency._entries[CacheKey(TENANT, request.cache_id)].context
+    entry = service.worker._residency._shelf.find(CacheKey(TENANT, request.cache_id))
+    assert entry is not None
+    context = entry.context
     assert answer.prompt_token_ids is not None
     alone = Sequence(
         service.loaded.language_model,

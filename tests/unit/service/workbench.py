@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvkeep_service.bringing import Brought, Receiver
 from kvkeep_service.builder import Builder
-from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.plan import Planner
@@ -16,7 +16,8 @@ from kvkeep_service.ports import CompressionSpec, DocumentSpec
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registration import Registration
 from kvkeep_service.registry import Registry
-from kvkeep_service.residency import CacheKey, Residency
+from kvkeep_service.residency import Residency
+from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.jobs import Job, Jobs
@@ -147,7 +148,7 @@ async def workbench(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Workbenc
     loaded, model = gated(tiny)
     planner = Planner(loaded)
     scheduler = Scheduler(model, max_waiting=8)
-    residency = Residency(_no_load, budget_bytes=2**30)
+    residency = Residency(_no_load, budget_bytes=2**30, on_failure=_no_failure)
     # Only prepares what is registered; it is never started.
     worker = LocalWorker(
         loaded,
@@ -171,5 +172,9 @@ async def workbench(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Workbenc
         await registry.close()
 
 
-async def _no_load(key: CacheKey) -> ResidentContext:
-    raise AssertionError(f"nobody asks for {key} here")
+async def _no_load(key: CacheKey, ratio: float, first_ratio: float, receiver: Receiver) -> Brought:
+    raise AssertionError(f"nobody asks for {key} at {ratio}, {first_ratio} here: {receiver}")
+
+
+def _no_failure(key: CacheKey, error: Exception) -> None:
+    raise AssertionError(f"{key} failed") from error
