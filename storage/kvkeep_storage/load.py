@@ -58,7 +58,7 @@ async def load(
     tenant: str,
     cache_id: str,
     *,
-    expected: ModelIdentity,
+    expected: ModelIdentity | None,
     ratio: float | None,
     first_ratio: float | None = None,
     observer: LoadObserver | None = None,
@@ -66,7 +66,8 @@ async def load(
     """Load the committed generation of a cache, holding a read lease meanwhile.
 
     Every head's run is the exact prefix that ``ratio`` keeps; None is all. With ``first_ratio``
-    the bands up to it are read and announced before any other is. Modifies nothing.
+    the bands up to it are read and announced before any other is. Without ``expected`` any
+    model's cache will do, for one who only verifies. Modifies nothing.
     Raises: NotFound when no generation is committed; Corrupt, naming cache and generation, when
     its bytes are proven wrong (see ``quarantine``); Incompatible for another model than
     ``expected`` or a newer schema; Invalid for a ratio that the cache is not cut at, or a
@@ -97,7 +98,7 @@ async def load(
 async def _load_generation(
     source: Source,
     cache: CacheRecord,
-    expected: ModelIdentity,
+    expected: ModelIdentity | None,
     ratio: float | None,
     first_ratio: float | None,
     announcer: Announcer,
@@ -106,7 +107,8 @@ async def _load_generation(
     origin = await source.origin(key.prefix)
     doubts = Doubts(source, key.prefix)
     manifest = await doubts.settle(partial(_read_manifest, source, key, cache))
-    _check_model(manifest.fingerprint.model_identity, expected)
+    if expected is not None:
+        _check_model(manifest.fingerprint.model_identity, expected)
     bands = manifest.bands(ratio)
     first = bands if first_ratio is None else manifest.bands(first_ratio)
     if first > bands:
