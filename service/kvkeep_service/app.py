@@ -58,7 +58,12 @@ async def running_application(
         resident_bytes=settings.resident_bytes,
         threads=settings.threads,
     )
-    registry = Registry(stores, worker, default_ttl_seconds=settings.default_ttl_seconds)
+    registry = Registry(
+        stores,
+        worker,
+        default_ttl_seconds=settings.default_ttl_seconds,
+        stale_seconds=settings.stale_seconds,
+    )
     sweeper = Sweeper(
         stores.objects,
         stores.metadata,

@@ -93,6 +93,8 @@ class Settings(BaseSettings):
     """Contexts of one tenant that may wait for a build or be built; None is any number."""
     store_bytes: int | None = Field(None, ge=0)
     """Bytes of all caches in the object store; the least recently used go. None is no cap."""
+    stale_seconds: float = Field(60, ge=0, le=3600)
+    """While Redis is away, a cache in memory answers for so long after its record was read."""
     sweep_interval_seconds: int = Field(60, ge=1, le=86400)
     """Between two sweeps for expired contexts and leftovers."""
     sweep_grace_seconds: int = Field(3600, ge=1, le=30 * 86400)

@@ -27,6 +27,7 @@
     │   ├── ContextModelMismatch
     │   └── IdempotencyInFlight
     └── Busy                     try again later
+        ├── RecordsForeign
         ├── QuotaExceeded
         ├── Overloaded
         └── WorkerUnavailable
@@ -331,6 +332,20 @@ class Busy(ServiceError):
     code = "unavailable"
     retryable = True
     retry_after_seconds: int = 1
+
+
+class RecordsForeign(Busy):
+    """Redis was flushed, or is another one: whether the context exists is not known there."""
+
+    code = "metadata_unavailable"
+    retry_after_seconds = 30
+
+    def __init__(self) -> None:
+        """Take nothing: it is no fact about the context that was asked for."""
+        super().__init__(
+            "the records in Redis do not belong to this object store, so nothing is known of this"
+            " context; they must be restored: kvkeep-server admin reindex"
+        )
 
 
 class QuotaExceeded(Busy):

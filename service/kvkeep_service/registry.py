@@ -6,9 +6,10 @@ Every call carries the tenant; a context of another tenant is as unknown as one 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Final
 
 import structlog
 
@@ -21,23 +22,22 @@ from kvkeep_service.errors import (
     InvalidRequest,
 )
 from kvkeep_service.ids import is_context_id
+from kvkeep_service.lookup import Lookup
 from kvkeep_service.ports import DocumentSpec, Span, Worker
+from kvkeep_service.readiness import State, readiness
 from kvkeep_service.rebuilding import rebuild
 from kvkeep_service.registration import Answered, Registration, once, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
 from kvkeep_storage.documents import get_document, mirror_context
-from kvkeep_storage.errors import Gone, MetadataUnavailable, NotFound, StorageError
+from kvkeep_storage.errors import Gone, MetadataUnavailable, NotFound
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Unset
 from kvkeep_storage.records import UNFINISHED, ContextRecord, Expiry, Page
 
-State = Literal["ok", "degraded", "unavailable"]
-
 _log = structlog.get_logger(__name__)
 
 _POLL_SECONDS: Final = 0.1
-_HEALTH_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,16 @@ class Registry:
         worker: Worker,
         *,
         default_ttl_seconds: int | None = None,
+        stale_seconds: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``default_ttl_seconds`` is for registrations that say nothing; None is never."""
+        """``default_ttl_seconds`` is for registrations that say nothing; None is never.
+
+        ``stale_seconds`` is how long after it was read a record may answer questions while
+        Redis is away.
+        """
         self._stores = stores
+        self._lookup = Lookup(stores, stale_seconds)
         self._worker = worker
         self._remover = Remover(stores, worker)
         self._clock = clock
@@ -101,10 +107,13 @@ class Registry:
         return await once(self._stores.metadata, tenant, key, body, answer)
 
     async def context(self, tenant: str, context_id: str) -> ContextRecord:
-        """Look up a context. Raises: ContextNotFound; ContextExpired, until it is swept."""
-        record = None
-        if is_context_id(context_id):
-            record = await self._stores.metadata.context(tenant, context_id)
+        """Look up a context.
+
+        Raises: ContextNotFound; ContextExpired, until it is swept; RecordsForeign.
+        """
+        if not is_context_id(context_id):
+            raise ContextNotFound(context_id)
+        record = await self._lookup.context(tenant, context_id)
         if record is None:
             raise ContextNotFound(context_id)
         if record.status == "expired":
@@ -140,6 +149,7 @@ class Registry:
         """
         if not is_context_id(context_id):
             raise ContextNotFound(context_id)
+        self._lookup.changed(tenant, context_id)
         try:
             record = await self._stores.metadata.patch_context(
                 tenant,
@@ -152,6 +162,9 @@ class Registry:
             raise ContextNotFound(context_id) from error
         except Gone as error:
             raise _expired(context_id, error.expired_at) from error
+        finally:
+            # A look-up in between may have seen it as it was before.
+            self._lookup.changed(tenant, context_id)
         key = DocumentKey(tenant, record.id)
         await mirror_context(self._stores.objects, self._stores.metadata, key)
         return record
@@ -163,6 +176,7 @@ class Registry:
         """
         if not is_context_id(context_id):
             raise ContextNotFound(context_id)
+        self._lookup.deleted(tenant, context_id)
         await self._remover.remove_context(tenant, context_id)
 
     async def rebuild(self, tenant: str, context_id: str) -> ContextRecord:
@@ -189,30 +203,76 @@ class Registry:
                 return record
             await asyncio.sleep(min(_POLL_SECONDS, left))
 
-    async def open_query(self, tenant: str, context_id: str, ratio: float | None) -> Askable:
+    async def until_askable(self, tenant: str, context_id: str, seconds: float) -> None:
+        """Wait as ``finished`` does; while Redis is away, ``open_query`` says what goes on.
+
+        Raises: ContextNotFound, ContextExpired, RecordsForeign.
+        """
+        with suppress(MetadataUnavailable):
+            await self.finished(tenant, context_id, seconds)
+
+    async def open_query(
+        self,
+        tenant: str,
+        context_id: str,
+        ratio: float | None,
+        min_ratio: float | None = None,
+    ) -> Askable:
         """Admit one query at a stored ratio, and count it as a use of the context.
 
+        With ``min_ratio``, a stored one that is not above it, less may be served. While Redis is away, a record seen a short time ago will do, and the use is not counted.
         Raises: ContextNotFound, ContextExpired, ContextModelMismatch, ContextNotReady,
-            ContextFailed; InvalidRequest for a ratio that is not stored.
+            ContextFailed; InvalidRequest for a ratio that is not stored; RecordsForeign.
         """
-        record = await self.context(tenant, context_id)
-        served = self._worker.model.name
-        if record.model != served:
-            raise ContextModelMismatch(context_id, record.model, served)
-        if record.status == "failed":
-            raise ContextFailed(
-                context_id, record.error_code or "internal", record.error_detail or ""
-            )
-        if record.status != "ready":
-            raise ContextNotReady(context_id, record.status)
-        if ratio is not None and ratio not in record.ratios_available:
-            stored = ", ".join(str(available) for available in record.ratios_available)
-            raise InvalidRequest("ratio", f"{ratio} is not stored; available are {stored}")
-        if not await self._touched(tenant, context_id):
+        record, is_current = await self._answerable(tenant, context_id)
+        self._require_ready(record)
+        asked = record.ratio if ratio is None else ratio
+        if ratio is not None:
+            _check_stored("ratio", ratio, record)
+        if min_ratio is not None:
+            _check_stored("min_ratio", min_ratio, record)
+            if min_ratio > asked:
+                raise InvalidRequest("min_ratio", f"{min_ratio} is above the ratio, {asked}")
+        if is_current and not await self._touched(tenant, context_id):
             # Deleted or expired since: looking again says which.
             await self.context(tenant, context_id)
             raise ContextNotFound(context_id)
-        return Askable(record.cache_id, record.ratio if ratio is None else ratio)
+        return Askable(record.cache_id, asked)
+
+    async def prefetch(self, tenant: str, context_id: str) -> ContextRecord:
+        """Have the cache of a context loaded, at the ratio its questions are read at.
+
+        This is no use of the context. Raises: as ``open_query``; Overloaded.
+        """
+        record, _ = await self._answerable(tenant, context_id)
+        self._require_ready(record)
+        await self._worker.prefetch(tenant, record.cache_id, record.ratio)
+        return record
+
+    def _require_ready(self, record: ContextRecord) -> None:
+        served = self._worker.model.name
+        if record.model != served:
+            raise ContextModelMismatch(record.id, record.model, served)
+        if record.status == "failed":
+            raise ContextFailed(
+                record.id, record.error_code or "internal", record.error_detail or ""
+            )
+        if record.status != "ready":
+            raise ContextNotReady(record.id, record.status)
+
+    async def _answerable(self, tenant: str, context_id: str) -> tuple[ContextRecord, bool]:
+        """The record to answer by, and whether Redis has just said so."""
+        if not is_context_id(context_id):
+            raise ContextNotFound(context_id)
+        found = await self._lookup.answerable(tenant, context_id)
+        if found is None:
+            raise ContextNotFound(context_id)
+        record = found.record
+        # The status in a record that was seen earlier knows nothing of the time since.
+        is_over = record.expires_at is not None and record.expires_at <= self._clock()
+        if record.status == "expired" or (is_over and not found.is_current):
+            raise _expired(record.id, record.expires_at)
+        return record, found.is_current
 
     async def _touched(self, tenant: str, context_id: str) -> bool:
         """Count a use; False when there is no such context any more.
@@ -226,38 +286,18 @@ class Registry:
             return True
 
     async def health(self) -> Mapping[str, State]:
-        """Ask everything a request needs; no check takes longer than a few seconds."""
-        metadata, objects = await asyncio.gather(
-            _asked(self._stores.metadata.store_id()), _asked(self._stores.objects.find_store_id())
-        )
-        checks: dict[str, State] = {
-            "worker": "ok" if self._worker.stats().alive else "unavailable",
-            "kernels": "ok" if self._worker.model.kernels.is_healthy else "degraded",
-            "metadata": metadata.state,
-            "objects": objects.state,
-        }
-        if metadata.state == objects.state == "ok":
-            matched = metadata.store_id is not None and metadata.store_id == objects.store_id
-            checks["store"] = "ok" if matched else "degraded"
-        return checks
+        """Ask everything a request needs; see `readiness.readiness`."""
+        return await readiness(self._stores, self._worker)
 
     async def close(self) -> None:
         """Stop what runs behind requests. Modifies: this object, which is of no use then."""
         await self._remover.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _StoreAnswer:
-    state: State
-    store_id: str | None
-
-
-async def _asked(question: Awaitable[str | None]) -> _StoreAnswer:
-    try:
-        async with asyncio.timeout(_HEALTH_SECONDS):
-            return _StoreAnswer("ok", await question)
-    except (StorageError, TimeoutError):
-        return _StoreAnswer("unavailable", None)
+def _check_stored(field: str, ratio: float, record: ContextRecord) -> None:
+    if ratio not in record.ratios_available:
+        stored = ", ".join(str(available) for available in record.ratios_available)
+        raise InvalidRequest(field, f"{ratio} is not stored; available are {stored}")
 
 
 def _expired(context_id: str, expired_at: float | None) -> ContextExpired:

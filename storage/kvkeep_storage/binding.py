@@ -10,8 +10,8 @@ from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 
 
-async def require_bound(objects: Objects, metadata: Metadata) -> None:
-    """Return when both sides hold the same store id. Modifies nothing.
+async def require_bound(objects: Objects, metadata: Metadata) -> str:
+    """Return the store id that both sides hold. Modifies nothing.
 
     Raises: StoreMismatch when they do not, or ``store.json`` cannot be read as one;
     ObjectsUnavailable, MetadataUnavailable.
@@ -23,6 +23,7 @@ async def require_bound(objects: Objects, metadata: Metadata) -> None:
         raise StoreMismatch(None, recorded) from error
     if stored is None or stored != recorded:
         raise StoreMismatch(stored, recorded)
+    return stored
 
 
 async def bind_if_new(objects: Objects, metadata: Metadata) -> None:

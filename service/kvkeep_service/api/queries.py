@@ -87,7 +87,8 @@ async def query_context(
     while True:
         seconds = deadline - time.monotonic()
         if seconds > 0:
-            await while_connected(request.receive, registry.finished(tenant, context_id, seconds))
+            waiting = registry.until_askable(tenant, context_id, seconds)
+            await while_connected(request.receive, waiting)
         askable = await registry.open_query(tenant, context_id, body.ratio)
         asked = _request(tenant, context_id, askable, question, body)
         try:
