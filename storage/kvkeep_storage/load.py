@@ -81,7 +81,7 @@ async def load(
             if cache is None:
                 break
             try:
-                return await _load_generation(
+                return await read_generation(
                     source, cache, expected, ratio, first_ratio, announcer
                 )
             except (Corrupt, NotFound) as error:
@@ -95,7 +95,7 @@ async def load(
     raise NotFound("cache", cache_id)
 
 
-async def _load_generation(
+async def read_generation(
     source: Source,
     cache: CacheRecord,
     expected: ModelIdentity | None,
@@ -103,6 +103,12 @@ async def _load_generation(
     first_ratio: float | None,
     announcer: Announcer,
 ) -> LoadedCache:
+    """Read and verify one generation as its record describes it; see ``load``.
+
+    Whoever calls this sees to it that the generation stays, and decides what an error proves.
+    Raises: Corrupt, without a generation; NotFound when an object is missing; Incompatible,
+    Invalid, ObjectsUnavailable.
+    """
     key = GenerationKey(cache.tenant, cache.cache_id, cache.generation)
     origin = await source.origin(key.prefix)
     doubts = Doubts(source, key.prefix)
