@@ -220,7 +220,8 @@ class Registry:
     ) -> Askable:
         """Admit one query at a stored ratio, and count it as a use of the context.
 
-        With ``min_ratio``, a stored one that is not above it, less may be served. While Redis is away, a record seen a short time ago will do, and the use is not counted.
+        With ``min_ratio``, a stored one that is not above it, less may be served. While Redis
+        is away, a record seen a short time ago will do, and the use is not counted.
         Raises: ContextNotFound, ContextExpired, ContextModelMismatch, ContextNotReady,
             ContextFailed; InvalidRequest for a ratio that is not stored; RecordsForeign.
         """

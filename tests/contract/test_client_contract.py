@@ -75,6 +75,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         stream=False,
         system="Be brief.",
         ratio=0.1,
+        min_ratio=0.05,
         allow_lossy=True,
         max_tokens=16,
         temperature=0.5,

@@ -46,11 +46,13 @@ class QueryOptions(TypedDict, total=False):
     """What may be said about one question; left out, the server's defaults hold.
 
     ``ratio`` is one of the context's ``ratios_available``, below 0.15 only with ``allow_lossy``;
-    ``temperature`` 0 is greedy.
+    with ``min_ratio``, another of them, less will do where that much is not in memory yet, and
+    the answer's ``ratio`` says how much it was. ``temperature`` 0 is greedy.
     """
 
     system: str | None
     ratio: float | None
+    min_ratio: float | None
     allow_lossy: bool
     max_tokens: int
     temperature: float
@@ -129,6 +131,11 @@ def delete_context(context_id: str) -> Call:
 def rebuild_context(context_id: str) -> Call:
     """Queue a new build of a context's cache; one that waits already is left as it is."""
     return Call("POST", _path(context_id, "/rebuild"))
+
+
+def prefetch_context(context_id: str) -> Call:
+    """Have a context loaded before it is asked."""
+    return Call("POST", _path(context_id, "/prefetch"))
 
 
 def get_document(context_id: str) -> Call:

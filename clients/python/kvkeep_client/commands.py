@@ -1,4 +1,4 @@
-"""The commands of ``kvkeep``: put, ask, ls, rm, show.
+"""The commands of ``kvkeep``: put, ask, prefetch, ls, rm, show.
 
 Standard output has the result and nothing else, so that it can be piped; everything about the
 way there goes to standard error. With ``--json`` both are JSON.
@@ -103,6 +103,9 @@ def ask(
     context_id: ContextId,
     question: Annotated[str, typer.Argument(help="The question.")],
     ratio: Ratio = None,
+    min_ratio: Annotated[
+        float | None, typer.Option(help="The least that will do while more is loaded.")
+    ] = None,
     allow_lossy: AllowLossy = False,
     max_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 256,
     as_json: AsJson = False,
@@ -112,6 +115,7 @@ def ask(
     """Ask one question; the answer appears as it is written."""
     options: QueryOptions = {
         "ratio": ratio,
+        "min_ratio": min_ratio,
         "allow_lossy": allow_lossy,
         "max_tokens": max_tokens,
     }
@@ -126,6 +130,17 @@ def ask(
             _write(stream)
         if stream.answer.finish_reason == "length":
             _say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
+
+
+@app.command()
+def prefetch(
+    context_id: ContextId, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None
+) -> None:
+    """Load a context now, so that the next question finds it in memory."""
+    with _connected(url, api_key, as_json=as_json) as kv:
+        info = kv.contexts.get(context_id).prefetch().info
+    if as_json:
+        _print_json(info.received)
 
 
 @app.command("ls")

@@ -34,11 +34,11 @@ class TimingsView(View):
     queue_ms: float
     """Milliseconds that the question waited to be read, once the cache was loaded."""
     load_ms: float
-    """Milliseconds to load the cache; next to none when it was resident."""
+    """Milliseconds until the cache, or its first layer, was there; next to none when resident."""
     source: CacheSource
-    """Where the cache was: "resident" in memory or in the "store"."""
+    """Where the cache was: "resident", in "host" memory, on "disk", or in the "store"."""
     prefill_ms: float
-    """Milliseconds from reading the question to the first token of the answer."""
+    """Milliseconds from reading the question to the first token, with layers that came late."""
     ttft_ms: float
     """Milliseconds from the arrival of the question to the first token of the answer."""
     decode_tps: float
@@ -79,7 +79,7 @@ class AnswerView(View):
     timings: TimingsView
     """Where its time went."""
     ratio: float
-    """Fraction of KV pairs that was read, 0.05 to 1."""
+    """Fraction of KV pairs that was read, 0.05 to 1: with min_ratio, perhaps less than asked."""
     prompt_token_ids: list[int] | None = None
     """Exactly what the model saw; there only with return_token_ids."""
     token_ids: list[int] | None = None

@@ -228,6 +228,33 @@ async def rebuild_context(context_id: ContextId, tenant: Tenant, registry: TheRe
     return _response(Answered(202, _body(record), _retry_after(record)))
 
 
+@router.post(
+    "/{context_id}/prefetch",
+    summary="Load a context now",
+    status_code=202,
+    response_model=ContextView,
+    dependencies=[Depends(only_parameters())],
+    responses=responses(
+        *COMMON,
+        "context_not_found",
+        "context_expired",
+        "context_not_ready",
+        "context_failed",
+        "context_model_mismatch",
+        "overloaded",
+    ),
+)
+async def prefetch_context(
+    context_id: ContextId, tenant: Tenant, registry: TheRegistry
+) -> Response:
+    """Begin to load the cache of a context, so that its next question finds it in memory.
+
+    A hint: it displaces nothing that is in use or took longer to bring, and when it cannot be
+    loaded, nobody is told before the next question.
+    """
+    return _response(Answered(202, _body(await registry.prefetch(tenant, context_id)), {}))
+
+
 @router.get(
     "/{context_id}/document",
     summary="Read the document back",

@@ -83,13 +83,15 @@ async def query_context(
     question = body.asked()
     if body.ratio is not None:
         check_ratio("ratio", body.ratio, allow_lossy=body.allow_lossy)
+    if body.min_ratio is not None:
+        check_ratio("min_ratio", body.min_ratio, allow_lossy=body.allow_lossy)
     deadline = time.monotonic() + seconds_to_wait(wait, body.wait)
     while True:
         seconds = deadline - time.monotonic()
         if seconds > 0:
             waiting = registry.until_askable(tenant, context_id, seconds)
             await while_connected(request.receive, waiting)
-        askable = await registry.open_query(tenant, context_id, body.ratio)
+        askable = await registry.open_query(tenant, context_id, body.ratio, body.min_ratio)
         asked = _request(tenant, context_id, askable, question, body)
         try:
             if body.stream:
@@ -134,6 +136,7 @@ def _request(
         cache_id=askable.cache_id,
         ratio=askable.ratio,
         question=question,
+        min_ratio=body.min_ratio,
         system=body.system,
         max_tokens=body.max_tokens,
         temperature=body.temperature,

@@ -170,8 +170,8 @@ class Query(Body):
     """Extra system text for this question alone, read after the document. null: none."""
     ratio: float | None = None
     """One of the context's ratios_available, below 0.15 only with allow_lossy. null: its own."""
-    min_ratio: Annotated[float | None, only(None)] = None
-    """The least fraction that will do; not supported yet: only null is accepted."""
+    min_ratio: float | None = None
+    """Least of ratios_available that will do where ratio is not in memory yet. null: no less."""
     allow_lossy: bool = False
     """Whether a ratio below 0.15, at which answers suffer, is meant."""
     max_tokens: int = Field(256, ge=1, le=1_000_000)

@@ -22,7 +22,6 @@ REFUSED = {
     "Query": {
         "questions": "null",
         "messages": "null",
-        "min_ratio": "null",
         "logprobs": "false",
         "session": "null",
         "fork": "false",

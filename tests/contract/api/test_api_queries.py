@@ -77,6 +77,7 @@ def test_every_option_reaches_the_worker(api: ApiServer, ask: Ask, context: dict
     ask(
         system="Be brief.",
         ratio=0.2,
+        min_ratio=0.15,
         max_tokens=7,
         temperature=0.5,
         top_p=0.9,
@@ -93,6 +94,7 @@ def test_every_option_reaches_the_worker(api: ApiServer, ask: Ask, context: dict
         cache_id=cache_id,
         ratio=0.2,
         question="when?",
+        min_ratio=0.15,
         system="Be brief.",
         max_tokens=7,
         temperature=0.5,
@@ -168,6 +170,15 @@ def test_a_ratio_that_is_not_stored_is_refused_naming_those_that_are(ask: Ask) -
     assert body["errors"][0]["field"] == "ratio"
     assert "0.05, 0.1, 0.15, 0.2, 0.3" in body["detail"]
     assert problem(ask(ratio=0.4))["errors"][0]["field"] == "ratio"
+
+
+def test_the_least_that_will_do_is_a_stored_ratio_that_is_not_above_the_other(ask: Ask) -> None:
+    for fields in ({"min_ratio": 0.22}, {"ratio": 0.2, "min_ratio": 0.3}):
+        body = problem(ask(**fields))
+        assert body["code"] == "invalid_request"
+        assert body["errors"][0]["field"] == "min_ratio"
+    assert "allow_lossy" in problem(ask(min_ratio=0.1))["detail"]
+    assert ask(min_ratio=0.1, allow_lossy=True).status_code == 200
 
 
 def test_a_lossy_ratio_is_asked_for_twice(ask: Ask) -> None:

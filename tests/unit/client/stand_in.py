@@ -240,6 +240,8 @@ class StandIn:
             case "POST", ["rebuild"]:
                 context |= {"status": "queued", "error": None}
                 return JSONResponse(context, 202)
+            case "POST", ["prefetch"]:
+                return JSONResponse(context, 202)
             case "POST", ["query"]:
                 return self._query(context, body)
             case _:

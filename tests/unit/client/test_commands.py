@@ -97,6 +97,7 @@ def test_ask_prints_the_answer(server: StandIn, run: Run, kv: KVKeep) -> None:
         "stream": True,
         "max_tokens": 16,
         "ratio": None,
+        "min_ratio": None,
         "allow_lossy": False,
     }
 

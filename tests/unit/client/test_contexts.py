@@ -139,6 +139,15 @@ def test_a_failed_context_can_be_built_again(server: StandIn, kv: KVKeep) -> Non
     assert context.wait().status == "ready"
 
 
+def test_a_context_is_prefetched_and_may_be_asked_at_less(server: StandIn, kv: KVKeep) -> None:
+    context = kv.contexts.create("some words").wait()
+    assert context.prefetch() is context
+    assert server.calls("POST")[-1].path == f"/contexts/{context.id}/prefetch"
+    context.query("when?", ratio=0.3, min_ratio=0.2)
+    body = server.calls("POST")[-1].body
+    assert (body["ratio"], body["min_ratio"]) == (0.3, 0.2)
+
+
 def test_waiting_for_an_expired_context_ends(server: StandIn, kv: KVKeep) -> None:
     context = kv.contexts.create("some words")
     server.finish(context.id, "expired")

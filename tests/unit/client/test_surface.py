@@ -34,6 +34,7 @@ def test_the_clients_methods_are_these() -> None:
         "events",
         "id",
         "name",
+        "prefetch",
         "query",
         "rebuild",
         "refresh",

@@ -44,7 +44,6 @@ def test_what_this_version_cannot_compress_is_refused_by_name(field: str, value:
 UNSUPPORTED_QUERY = [
     ("questions", ["a", "b"]),
     ("messages", [{"role": "user", "content": "a"}]),
-    ("min_ratio", 0.1),
     ("logprobs", True),
     ("session", "ans_1"),
     ("fork", True),
