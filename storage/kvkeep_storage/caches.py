@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from kvkeep_storage import cache_scripts as scripts
+from kvkeep_storage.context_index import context_ids
 from kvkeep_storage.errors import Conflict, Invalid, LeaseLost, Unreferenced
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.record_codec import pairs
@@ -145,7 +146,7 @@ class CacheTable(RedisTable):
     async def _last_uses(self, tenant: str) -> dict[str, float]:
         """The last use of any context of each cache of a tenant; those never used are left out."""
         keys = TenantKeys(tenant)
-        ids = texts(await self._link.command("ZRANGE", keys.contexts, 0, -1))
+        ids = await context_ids(self._link, tenant)
         used_at: dict[str, float] = {}
         for stored in await self._link.hashes([keys.context(item) for item in ids]):
             cache_id = stored.get("cache_id", "")

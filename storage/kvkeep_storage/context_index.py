@@ -7,9 +7,10 @@ from typing import Final
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.records import ContextRecord, Page
 from kvkeep_storage.redis_keys import TENANTS, TenantKeys
-from kvkeep_storage.redis_link import RedisTable, texts
+from kvkeep_storage.redis_link import RedisLink, RedisTable, texts
 
 _SCAN_RECORDS: Final = 100
+_ID_PAGE: Final = 1000
 
 
 class ContextIndex(RedisTable):
@@ -59,6 +60,10 @@ class ContextIndex(RedisTable):
                 return Page(tuple(found), has_more=False)
             after = ids[-1]
 
+    async def context_ids(self, tenant: str) -> list[str]:
+        """The ids of every context of a tenant, ascending; those that come or go may be missing."""
+        return await context_ids(self._link, tenant)
+
     async def expired(self, now: float, limit: int) -> list[tuple[str, str]]:
         """At most ``limit`` (tenant, context id) whose expiry lies at or before ``now``."""
         found: list[tuple[str, str]] = []
@@ -101,6 +106,15 @@ class ContextIndex(RedisTable):
         if record.expires_at is not None and record.expires_at <= self._clock():
             return replace(record, status="expired")
         return record
+
+
+async def context_ids(link: RedisLink, tenant: str) -> list[str]:
+    """As ``ContextIndex.context_ids``, page by page, so that a long list holds nobody up."""
+    key, start, found = TenantKeys(tenant).contexts, "-", list[str]()
+    while page := texts(await link.command("ZRANGEBYLEX", key, start, "+", "LIMIT", 0, _ID_PAGE)):
+        found += page
+        start = f"({page[-1]}"
+    return found
 
 
 def _matches(record: ContextRecord, status: str | None, metadata: Mapping[str, str]) -> bool:

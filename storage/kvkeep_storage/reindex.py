@@ -37,7 +37,7 @@ class ReindexReport:
 
 
 async def reindex(objects: Objects, metadata: Metadata) -> ReindexReport:
-    """Restore every record that is missing, then bind Redis to this object store.
+    """Restore every record that is missing, count all usage, and bind Redis to this object store.
 
     A context without a whole cache comes back unfinished, to be built again. An expiry that
     counts from the last use starts anew, because uses are not mirrored.
@@ -54,6 +54,9 @@ async def reindex(objects: Objects, metadata: Metadata) -> ReindexReport:
                 await run.restore(DocumentKey(tenant, context_id))
             except (Corrupt, Incompatible, Invalid) as error:
                 run.damaged.append(f"{tenant}/{context_id}: {error}")
+    for tenant in await metadata.tenants():
+        # Records that were there may be of a version that charged nobody.
+        await metadata.recount(tenant)
     await metadata.bind_store(store_id)
     return ReindexReport(run.contexts, run.caches, tuple(run.damaged))
 
@@ -147,4 +150,5 @@ def _unbuilt(record: ContextRecord, now: float) -> ContextRecord:
         ratios_available=(),
         stored_bytes=None,
         expires_at=expires_at,
+        refresh_requested_at=None,
     )

@@ -1,11 +1,10 @@
 """How much of its quotas each tenant uses, and counting it again from the records."""
 
 from kvkeep_storage import usage_scripts as scripts
+from kvkeep_storage.context_index import context_ids
 from kvkeep_storage.quotas import Usage
 from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.redis_link import RedisTable, texts
-
-_PAGE = 100
 
 
 class UsageTable(RedisTable):
@@ -27,21 +26,16 @@ class UsageTable(RedisTable):
         """
         keys = TenantKeys(tenant)
         cache_ids = set(await self._link.members(keys.caches))
-        start = "-"
-        while ids := texts(
-            await self._link.command("ZRANGEBYLEX", keys.contexts, start, "+", "LIMIT", 0, _PAGE)
-        ):
-            for stored in await self._link.hashes([keys.context(item) for item in ids]):
-                if not stored:
-                    continue
-                context_id, cache_id = stored["id"], stored["cache_id"]
+        ids = await context_ids(self._link, tenant)
+        found = await self._link.hashes([keys.context(item) for item in ids])
+        for context_id, stored in zip(ids, found, strict=True):
+            if cache_id := stored.get("cache_id"):
                 cache_ids.add(cache_id)
                 await self._link.run(
                     scripts.RECOUNT_CONTEXT,
                     [keys.context(context_id), keys.unfinished, keys.waiting(cache_id)],
                     [context_id],
                 )
-            start = f"({ids[-1]}"
         cache_ids.update(texts(await self._link.command("HKEYS", keys.charges)))
         cache_ids.discard(scripts.TOTAL)
         for cache_id in sorted(cache_ids):
