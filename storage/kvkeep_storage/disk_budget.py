@@ -12,6 +12,7 @@ the process that brought it, and estimated by the others. Everything here blocks
 """
 
 import fcntl
+import math
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvkeep_storage.disk_parts import is_part, part_of, reclaim_part
+from kvkeep_storage.disk_parts import Descriptor, is_part, part_of, reclaim_part
 from kvkeep_storage.lru import CostAwareLru
 
 STORE_PREFIX: Final = "store-"
@@ -66,13 +67,15 @@ class DiskBudget:
         self._evictions = 0
         self._mutex = threading.Lock()
 
-    def make(self, path: Path, descriptor: int, size_bytes: int) -> bool:
-        """Give an empty, locked part its size, if need be by evicting others.
+    def make(self, path: Path, part: Descriptor, size_bytes: int) -> bool:
+        """Give a locked part its size, if need be by evicting others.
 
         False, and nothing evicted, when it does not fit beside what is in use.
         Raises: OSError.
         """
-        with self._locked() as usage:
+        with part.used() as number, self._locked() as usage:
+            # Whatever a crash has left in it was counted before.
+            os.ftruncate(number, 0)
             counted_bytes = _read_number(usage)
             if counted_bytes is None or counted_bytes + size_bytes > self._lru.budget_bytes:
                 counted_bytes = self._recount()
@@ -83,14 +86,14 @@ class DiskBudget:
                 for victim in victims:
                     counted_bytes -= self._evict(victim)
             _write_number(usage, counted_bytes + size_bytes)
-            os.ftruncate(descriptor, size_bytes)
+            os.ftruncate(number, size_bytes)
             self._note(DiskFile(path, size_bytes, time.time()))
             return True
 
     def learn(self, path: Path, cost_seconds: float) -> None:
         """Remember what it took to bring a file that is whole now."""
         with self._mutex:
-            self._costs[path] = cost_seconds
+            self._costs[path] = _without_noise(cost_seconds)
             self._forget(part_of(path))
             with suppress(FileNotFoundError):
                 self._note(_looked_at(path))
@@ -171,7 +174,8 @@ class DiskBudget:
 
     def _note(self, file: DiskFile) -> None:
         estimate = _ESTIMATED_SECONDS + file.size_bytes / _ESTIMATED_BYTES_PER_SECOND
-        self._lru.put(file.path, file.size_bytes, self._costs.get(file.path, estimate))
+        cost_seconds = self._costs.get(file.path, _without_noise(estimate))
+        self._lru.put(file.path, file.size_bytes, cost_seconds)
         self._used_at[file.path] = file.used_at
 
     def _forget(self, path: Path) -> None:
@@ -208,6 +212,11 @@ class DiskBudget:
                 yield descriptor
             finally:
                 os.close(descriptor)
+
+
+def _without_noise(seconds: float) -> float:
+    """A power of two: what else went on at the time must not decide what stays."""
+    return 2.0 ** round(math.log2(seconds)) if seconds > 0 else 0.0
 
 
 def _looked_at(path: Path) -> DiskFile:

@@ -5,6 +5,7 @@ damaged is found out, forgotten and fetched again. A file is never changed once 
 and objects never change at all, so a copy is never out of date. Everything here blocks.
 """
 
+import errno
 import os
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ _FOREIGN_SECONDS: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A file that this process fills. Its lock ends when nothing refers to ``descriptor``."""
+    """A file that this process fills, and that is its alone until ``descriptor`` is closed."""
 
     path: Path
     descriptor: Descriptor
@@ -36,13 +37,24 @@ class Part:
 
     def write(self, content: memoryview, offset: int) -> None:
         """Write all of ``content``. Raises: OSError."""
-        while content:
-            count = os.pwrite(self.descriptor.number, content, offset)
-            content, offset = content[count:], offset + count
+        with self.descriptor.used() as number:
+            while content:
+                count = os.pwrite(number, content, offset)
+                content, offset = content[count:], offset + count
 
-    def read(self, into: Sequence[memoryview], offset: int) -> None:
-        """Read what was written before. Modifies: ``into``. Raises: EOFError, OSError."""
-        durable.read_descriptor(self.descriptor.number, into, offset)
+    def read(self, into: Sequence[memoryview], offset: int) -> bool:
+        """Read what was written before; False when the part is closed.
+
+        Modifies: ``into``. Raises: EOFError, OSError.
+        """
+        try:
+            with self.descriptor.used() as number:
+                durable.read_descriptor(number, into, offset)
+        except OSError as error:
+            if error.errno == errno.EBADF:
+                return False
+            raise
+        return True
 
 
 class DiskFiles:
@@ -109,14 +121,13 @@ class DiskFiles:
         held = self._lock(part_of(path))
         part = Part(path, held, size_bytes)
         try:
-            os.ftruncate(held.number, 0)
-            if path.exists() or not self._budget.make(part_of(path), held.number, size_bytes):
-                self.abandon(part)
-                return None
+            if not path.exists() and self._budget.make(part_of(path), held, size_bytes):
+                return part
         except BaseException:
-            self.abandon(part)
+            self.close(part)
             raise
-        return part
+        self.close(part)
+        return None
 
     def progress(self, key: str) -> float:
         """When somebody last wrote to a part, in epoch seconds; 0 when nobody fills one."""
@@ -130,10 +141,13 @@ class DiskFiles:
         durable.publish(part_of(part.path), part.path)
         self._budget.learn(part.path, cost_seconds)
 
-    def abandon(self, part: Part) -> None:
-        """Give a part up; one that became a copy after all stays."""
-        if is_open_at(part_of(part.path), part.descriptor):
-            self._budget.remove([part_of(part.path)])
+    def close(self, part: Part) -> None:
+        """Close a part, and remove it unless it was finished."""
+        try:
+            if is_open_at(part_of(part.path), part.descriptor):
+                self._budget.remove([part_of(part.path)])
+        finally:
+            part.descriptor.close()
 
     def remove(self, prefix: str) -> None:
         """Remove a copy, or every copy below a prefix; parts are their fillers'."""

@@ -1,9 +1,9 @@
 """One object on its way from the store to the disk tier, read by many as it arrives."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic, perf_counter
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
@@ -82,7 +82,7 @@ class Fill:
         try:
             if size_bytes is None:
                 size_bytes = await self._objects.size(self._key)
-            started = time.perf_counter()
+            started = perf_counter()
             part = self._part = await self._begin(size_bytes)
             if part is None:
                 return
@@ -94,13 +94,10 @@ class Fill:
                     (self._fetch(part, index) for index in range(len(starts))),
                     limit=_CHUNKS_AT_ONCE,
                 )
-                await self._finish(part, time.perf_counter() - started)
+                await self._finish(part, perf_counter() - started)
             finally:
-                # Also a part that was never finished; what became a copy is left alone.
-                await self._in_thread(self._files.abandon, part)
+                await self._in_thread(self._files.close, part)
         finally:
-            # Its lock ends with those who still read it.
-            self._part = None
             self._begun.set()
             for arrival in self._arrivals:
                 arrival.set()
@@ -119,18 +116,17 @@ class Fill:
             await self._arrivals[index].wait()
             if index not in self._arrived:
                 return False
-        await self._in_thread(part.read, into, start)
-        return True
+        return await self._in_thread(part.read, into, start)
 
     async def _begin(self, size_bytes: int) -> Part | None:
         """None when there is no room, or another process has filled it, or hangs in that."""
-        deadline = time.monotonic() + _WAIT_SECONDS
-        progress, seen_at = 0.0, time.monotonic()
+        deadline = monotonic() + _WAIT_SECONDS
+        progress, seen_at = 0.0, monotonic()
         while True:
             try:
                 return await self._in_thread(self._files.begin, self._key, size_bytes)
             except BlockingIOError:
-                now = time.monotonic()
+                now = monotonic()
                 current = await self._in_thread(self._files.progress, self._key)
                 if current != progress:
                     progress, seen_at = current, now
@@ -143,9 +139,9 @@ class Fill:
         async with self._requests:
             # Memory of its own for each: a read that missed its deadline may still write to it.
             chunk = np.empty(min(CHUNK_BYTES, part.size_bytes - start), np.uint8)
-            started = time.perf_counter()
+            started = perf_counter()
             await self._objects.read_ranges(self._key, start, [chunk.data])
-            self._fetched.add(len(chunk), time.perf_counter() - started)
+            self._fetched.add(len(chunk), perf_counter() - started)
             await self._in_thread(part.write, chunk.data, start)
         self._arrived.add(index)
         self._arrivals[index].set()

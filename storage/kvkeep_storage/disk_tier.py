@@ -13,6 +13,7 @@ the store alone, so that a bad disk never proves a good generation wrong.
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -108,11 +109,11 @@ class DiskTier:
         return tier
 
     async def close(self) -> None:
-        """End what is being fetched. Modifies: this tier, which cannot be used again."""
+        """End what is being fetched; whoever still reads goes on from the store."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     async def get(self, key: str) -> bytes:
         """As ``Source.get``; what comes from the store is kept."""
@@ -201,7 +202,7 @@ class DiskTier:
     async def _read_near(
         self, files: DiskFiles, key: str, start: int, into: Sequence[memoryview]
     ) -> bool:
-        """Read from the disk, or through it. False: nothing was written to ``into``."""
+        """Read from the disk, or through it. False: ``into`` is to be filled elsewhere."""
         try:
             fill = self._fills.get(key)
             if fill is None and await self._read_copy(files, key, start, into):
@@ -288,9 +289,12 @@ class DiskTier:
             return None
 
     async def _in_thread(self, call: Callable[..., Result], *args: object) -> Result:
-        loop = asyncio.get_running_loop()
+        try:
+            done = asyncio.get_running_loop().run_in_executor(self._threads, partial(call, *args))
+        except RuntimeError as error:
+            raise OSError(errno.ESHUTDOWN, "the disk cache is closed") from error
         async with asyncio.timeout(_DISK_SECONDS):
-            return await loop.run_in_executor(self._threads, partial(call, *args))
+            return await done
 
 
 def _keep(files: DiskFiles, key: str, content: bytes, cost_seconds: float) -> None:
@@ -304,7 +308,7 @@ def _keep(files: DiskFiles, key: str, content: bytes, cost_seconds: float) -> No
         part.write(memoryview(content), 0)
         files.finish(part, cost_seconds)
     finally:
-        files.abandon(part)
+        files.close(part)
 
 
 def _is_of_generation(key: str) -> bool:

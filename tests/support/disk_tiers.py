@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.keys import GenerationKey
@@ -12,6 +12,8 @@ from kvkeep_storage.objects import Objects
 
 KEY = GenerationKey("acme", "c" * 64, "gen1")
 BUDGET_BYTES = 10**9
+
+OpenTier: TypeAlias = Callable[..., DiskTier]
 
 
 class CountedObjects(Objects):

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+
+from ...support.disk_tiers import BUDGET_BYTES, OpenTier
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +42,19 @@ async def metadata(valkey_url: str, redis: Redis) -> AsyncIterator[Metadata]:
         yield connected
     finally:
         await connected.close()
+
+
+@pytest.fixture
+async def open_tier(tmp_path: Path) -> AsyncIterator[OpenTier]:
+    """Opens disk tiers, as processes of their own would, and closes them."""
+    opened: list[DiskTier] = []
+
+    def open_tier(
+        objects: Objects, budget_bytes: int = BUDGET_BYTES, root: Path = tmp_path / "disk"
+    ) -> DiskTier:
+        opened.append(DiskTier.open(objects, root, budget_bytes))
+        return opened[-1]
+
+    yield open_tier
+    for tier in opened:
+        await tier.close()

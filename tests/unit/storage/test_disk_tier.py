@@ -1,7 +1,7 @@
 """The disk tier answers as the store does, and asks the store as little as it can."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from ...support.disk_tiers import (
     BUDGET_BYTES,
     KEY,
     CountedObjects,
+    OpenTier,
     content_of,
     copies,
     read,
@@ -33,8 +34,6 @@ CHUNK_BYTES = 1000
 CONTENT = content_of(4 * CHUNK_BYTES + 304)
 SLAB = KEY.slab(0)
 
-OpenTier = Callable[..., DiskTier]
-
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,22 +47,6 @@ async def objects(tmp_path: Path) -> CountedObjects:
     await found.store_id()
     await found.put(SLAB, CONTENT)
     return found
-
-
-@pytest.fixture
-async def open_tier(tmp_path: Path) -> AsyncIterator[OpenTier]:
-    """Opens tiers, as processes of their own would, and closes them."""
-    opened: list[DiskTier] = []
-
-    def open_tier(
-        objects: Objects, budget_bytes: int = BUDGET_BYTES, name: str = "disk"
-    ) -> DiskTier:
-        opened.append(DiskTier.open(objects, tmp_path / name, budget_bytes))
-        return opened[-1]
-
-    yield open_tier
-    for tier in opened:
-        await tier.close()
 
 
 @pytest.fixture
