@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvkeep_service.config import Settings
+from kvkeep_service.valkey_watch import kept_alive
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
@@ -58,7 +59,8 @@ async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
                 # The directory is ours alone: whoever held these is dead.
                 await stores.leases.void_all()
                 await stores.jobs.void_owners()
-            yield stores
+            async with kept_alive(embedded):
+                yield stores
         finally:
             await metadata.close()
     finally:

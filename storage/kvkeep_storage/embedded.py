@@ -7,10 +7,11 @@
     DIR/valkey/appendonlydir/  Valkey's data, written before every reply, fsynced every second
     DIR/valkey/valkey.log
 
-When this process is killed, Valkey lives on, and the next start adopts it. ``alive`` is what
-makes that safe: Valkey inherits the locked file when it is started, so the lock ends with that
-process and not before, and a second server is never started over the data of one that lives but
-does not answer. The directory must be on a local file system, where locks work.
+When this process is killed, Valkey lives on, and the next start adopts it; when Valkey is killed,
+``revive`` starts another over its data. ``alive`` is what makes that safe: Valkey inherits the
+locked file when it is started, so the lock ends with that process and not before, and a second
+server is never started over the data of one that lives but does not answer. The directory must be
+on a local file system, where locks work.
 
 No kill of any process loses an acknowledged record. A power loss may take the last second of
 them; a reindex finds those contexts again in the objects. (To fsync before every reply would
@@ -24,6 +25,7 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -55,6 +57,8 @@ class EmbeddedStore:
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._socket_path = self._valkey_dir / _SOCKET
+        # A look that is under way in a thread must not start again what ``stop`` has ended.
+        self._changing = threading.Lock()
 
     @property
     def redis_url(self) -> str:
@@ -94,6 +98,30 @@ class EmbeddedStore:
         Raises: MetadataUnavailable when it does not end in time. It lives on then, and the next
         start adopts it; the directory is given back all the same.
         """
+        with self._changing:
+            self._stop()
+
+    def revive(self) -> bool:
+        """Start Valkey again if it has ended, with the data of its append-only file.
+
+        For looking from time to time; after ``stop``, or before ``start``, it does nothing.
+        False when there was nothing to do. One that lives and does not answer is left alone.
+        Raises: MetadataUnavailable when it cannot be started; the next look tries again.
+        """
+        with self._changing:
+            if self._lock is None:
+                return False
+            alive = _try_lock(self._valkey_dir / "alive")
+            if alive is None:
+                return False
+            os.close(alive)
+            if self._process is not None:
+                self._process.wait()
+                self._process = None
+            self._adopt_or_start()
+            return True
+
+    def _stop(self) -> None:
         if self._lock is None:
             return
         try:

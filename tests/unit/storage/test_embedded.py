@@ -250,3 +250,44 @@ def test_a_link_directory_that_others_could_change_is_refused(
 def test_stopping_what_was_never_started_does_nothing(tmp_path: Path) -> None:
     EmbeddedStore(tmp_path / "data").stop()
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("is_adopted", [False, True], ids=["its own", "adopted"])
+def test_a_killed_server_is_started_again_with_every_record(
+    store: EmbeddedStore, tmp_path: Path, is_adopted: bool
+) -> None:
+    if is_adopted:
+        kill(owner_of(tmp_path / "data"))
+    store.start()
+    assert not store.revive()
+    with Redis.from_url(store.redis_url) as client:
+        client.set("written", "before the end")
+    first = pid_of(store.redis_url)
+    os.kill(first, signal.SIGKILL)
+    # Its threads may outlive it for a moment, and hold what they hold.
+    while not store.revive():
+        pass
+    assert not store.revive()
+    assert pid_of(store.redis_url) != first
+    with Redis.from_url(store.redis_url, decode_responses=True) as client:
+        assert client.get("written") == "before the end"
+
+
+def test_a_server_that_was_stopped_is_not_started_again(store: EmbeddedStore) -> None:
+    assert not store.revive()
+    store.start()
+    store.stop()
+    assert not store.revive()
+    with pytest.raises(RedisConnectionError):
+        pid_of(store.redis_url)
+
+
+def test_a_server_that_lives_and_does_not_answer_is_left_alone(store: EmbeddedStore) -> None:
+    store.start()
+    pid = pid_of(store.redis_url)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert not store.revive()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert pid_of(store.redis_url) == pid
