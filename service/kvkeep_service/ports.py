@@ -214,6 +214,10 @@ class Worker(Protocol):
         """Forget a resident cache once its running queries end. Modifies residency only."""
         ...
 
+    def resident(self) -> list[tuple[str, str]]:
+        """Tenant and id of every cache that a query would find in memory."""
+        ...
+
     def stats(self) -> WorkerStats:
         """Counts as of now."""
         ...

@@ -127,6 +127,11 @@ class Residency:
         return self._shelf.num_entries
 
     @property
+    def keys(self) -> list[CacheKey]:
+        """The caches a query would find in memory."""
+        return self._shelf.keys
+
+    @property
     def num_pinned(self) -> int:
         """Caches in use."""
         return self._shelf.num_pinned

@@ -72,6 +72,11 @@ class Shelf:
         """Caches in use."""
         return sum(1 for entry in (*self._entries.values(), *self._detached) if entry.pins)
 
+    @property
+    def keys(self) -> list[CacheKey]:
+        """The caches a query would find."""
+        return list(self._entries)
+
     def find(self, key: CacheKey) -> Entry | None:
         """What is there of a cache."""
         return self._entries.get(key)

@@ -158,6 +158,10 @@ class LocalWorker:
         """As ``ports.Worker.drop``."""
         self._residency.drop(CacheKey(tenant, cache_id))
 
+    def resident(self) -> list[tuple[str, str]]:
+        """As ``ports.Worker.resident``."""
+        return [(key.tenant, key.cache_id) for key in self._residency.keys]
+
     def stats(self) -> WorkerStats:
         """As ``ports.Worker.stats``."""
         engine = self._scheduler.stats()

@@ -71,6 +71,7 @@ class ScriptedWorker:
         self.closed = 0
         self.last_request: QueryRequest | None = None
         self.dropped: list[tuple[str, str]] = []
+        self.held: list[tuple[str, str]] = []
         self.prefetched: list[tuple[str, str, float]] = []
         self.fail_next_build = False
         self._fingerprints: dict[str, Fingerprint] = {}
@@ -118,6 +119,9 @@ class ScriptedWorker:
 
     async def drop(self, tenant: str, cache_id: str) -> None:
         self.dropped.append((tenant, cache_id))
+
+    def resident(self) -> list[tuple[str, str]]:
+        return [key for key in self.held if key not in self.dropped]
 
     def stats(self) -> WorkerStats:
         return WorkerStats(0, 0, 0, self.running, 0, 0, self.alive)
