@@ -38,9 +38,7 @@ async def evict_to_cap(
     Safe in many processes at once: what another one has evicted counts, and is not made up for.
     Raises: StoreMismatch, before anything else goes; ObjectsUnavailable, MetadataUnavailable.
     """
-    caches = await metadata.live_caches(sorted({key.tenant for key in stored}))
-    oldest_first = sorted(caches, key=lambda key: caches[key])
-    sizes = {key: stored[key].size_bytes for key in oldest_first if key in stored}
+    sizes = await _least_recent_first(metadata, stored)
     over_bytes = sum(sizes.values()) - cap_bytes
     evicted = Evicted(0, 0)
     for key, size_bytes in sizes.items():
@@ -56,3 +54,26 @@ async def evict_to_cap(
             await release_generation(objects, metadata, leases, key)
             evicted = Evicted(evicted.caches + 1, evicted.size_bytes + size_bytes)
     return evicted
+
+
+async def over_cap(
+    metadata: Metadata, stored: Mapping[GenerationKey, Stored], cap_bytes: int
+) -> Evicted:
+    """What ``evict_to_cap`` would remove if nobody needed it now. Modifies nothing."""
+    sizes = await _least_recent_first(metadata, stored)
+    over_bytes = sum(sizes.values()) - cap_bytes
+    going = Evicted(0, 0)
+    for size_bytes in sizes.values():
+        if going.size_bytes >= over_bytes:
+            break
+        going = Evicted(going.caches + 1, going.size_bytes + size_bytes)
+    return going
+
+
+async def _least_recent_first(
+    metadata: Metadata, stored: Mapping[GenerationKey, Stored]
+) -> dict[GenerationKey, int]:
+    """The bytes of every committed generation that lies in the store."""
+    used_at = await metadata.live_caches(sorted({key.tenant for key in stored}))
+    oldest_first = sorted(used_at, key=lambda key: used_at[key])
+    return {key: stored[key].size_bytes for key in oldest_first if key in stored}

@@ -20,7 +20,7 @@ from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
-from kvkeep_storage.store_cap import Evicted, evict_to_cap
+from kvkeep_storage.store_cap import Evicted, evict_to_cap, over_cap
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,35 @@ class Sweeper:
             freed_bytes=sum(orphans) + sum(temporary) + evicted.size_bytes,
             unreferenced=tuple(cache for cache in released if cache is not None),
             evicted=evicted.caches,
+        )
+
+    async def look(self) -> SweepReport:
+        """What a run would remove now; it does not look at temporary files. Modifies nothing.
+
+        What is read or built now counts among the caches over the cap, although it would stay.
+        Raises: as ``run_once``.
+        """
+        await require_bound(self._objects, self._metadata)
+        before = time.time() - self._grace_seconds
+        expired = await self._metadata.expired(before, _EXPIRED_MAX)
+        stored = await stored_generations(self._objects)
+        orphans = [
+            stored[key].size_bytes
+            for key in await self._not_live(stored)
+            if not await self._is_young(key)
+            and not await self._leases.is_building(key.tenant, key.cache_id)
+            and await self._is_orphan(key)
+        ]
+        over = Evicted(0, 0)
+        if self._store_bytes is not None:
+            over = await over_cap(self._metadata, stored, self._store_bytes)
+        return SweepReport(
+            expired=sum([await self._has_expired(*context, before) for context in expired]),
+            orphan_generations=len(orphans),
+            temp_files=0,
+            freed_bytes=sum(orphans) + over.size_bytes,
+            unreferenced=(),
+            evicted=over.caches,
         )
 
     async def _delete_expired(self) -> list[tuple[str, str] | None]:

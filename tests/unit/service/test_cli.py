@@ -10,7 +10,7 @@ import structlog
 from typer.testing import CliRunner, Result
 
 from kvkeep_service import app as app_module
-from kvkeep_service import cli
+from kvkeep_service import cli, command_line
 from kvkeep_service.config import Settings
 from kvkeep_service.errors import ModelUnavailable
 from kvkeep_storage.embedded import EmbeddedStore
@@ -21,7 +21,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in Settings.model_fields:
         monkeypatch.delenv(f"KVKEEP_{name.upper()}", raising=False)
     # Loggers keep the stream they first wrote to, and that of a test's runner ends with it.
-    monkeypatch.setattr(cli, "set_up_logging", lambda: None)
+    monkeypatch.setattr(command_line, "set_up_logging", lambda: None)
     yield
     structlog.reset_defaults()
 
