@@ -1,7 +1,7 @@
 # One set of commands for people and for CI. Everything is installed into .venv, at the pins of
 # constraints.txt.
 .DELETE_ON_ERROR:
-.PHONY: install serve demo test lint clean
+.PHONY: install serve demo test soak lint clean
 
 # Keeps the working directory off sys.path: the folders kernels/, storage/ and service/ must never
 # be importable under those names.
@@ -36,6 +36,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
+
+# 300 kills at random moments: make soak ARGS="--seed 7" repeats a run.
+soak: install
+	PYTHONPATH="$(CURDIR)" $(BIN)/python -m tests.fault.soak $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
