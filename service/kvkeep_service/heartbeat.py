@@ -71,7 +71,7 @@ class Heartbeat:
                 block.cancel()
 
     async def _beat_for_ever(self) -> None:
-        stores, beat_at = self._stores, 0.0
+        stores, beat_at, is_missed = self._stores, 0.0, False
         while True:
             try:
                 if time.monotonic() >= beat_at:
@@ -79,11 +79,14 @@ class Heartbeat:
                     await stores.jobs.heartbeat(self._job, self._job.owner)
                     beat_at = time.monotonic() + stores.jobs.heartbeat_seconds
                 await self._show()
+                is_missed = False
             except LeaseLost:
                 raise
             except StorageError as error:
                 # Redis may come back before the lease runs out; if not, the commit is refused.
-                _log.warning("heartbeat_missed", context=self._job.context_id, code=error.code)
+                if not is_missed:
+                    _log.warning("heartbeat_missed", context=self._job.context_id, code=error.code)
+                is_missed = True
             await asyncio.sleep(_PROGRESS_SECONDS)
 
     async def _show(self) -> None:
