@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 AT_ONCE = 8
 
 
-def test_fifty_questions_at_once_are_answered_as_each_is_alone(server: Server) -> None:
+def test_field_06_fifty_questions_at_once_are_answered_as_each_is_alone(server: Server) -> None:
     contexts = [
         server.create(contract(title, clauses))["id"]
         for title, clauses in (("Lease", 12), ("Purchase of land", 40), ("Carriage by sea", 75))

@@ -120,7 +120,9 @@ async def test_another_tenant_cannot_load_it(stores: Stores) -> None:
 
 
 @pytest.mark.parametrize("name", [item.name for item in fields(ModelIdentity)])
-async def test_a_cache_of_another_model_is_refused_and_kept(stores: Stores, name: str) -> None:
+async def test_field_10_a_cache_of_another_model_is_refused_and_kept(
+    stores: Stores, name: str
+) -> None:
     cache = await _committed(stores)
     found = getattr(FACTS.fingerprint.model_identity, name)
     other = replace(
@@ -152,7 +154,7 @@ class _ActsOnce(Objects):
         await super().read_ranges(key, start, into)
 
 
-async def test_a_generation_replaced_during_the_load_gives_the_new_one_whole(
+async def test_field_02_a_generation_replaced_during_the_load_gives_the_new_one_whole(
     stores: Stores,
 ) -> None:
     old = await _committed(stores)
