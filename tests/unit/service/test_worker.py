@@ -39,7 +39,7 @@ async def service(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Service]:
         yield started
 
 
-async def test_an_answer_is_what_the_engine_gives_for_the_cache(service: Service) -> None:
+async def test_field_13_an_answer_is_what_the_engine_gives_for_the_cache(service: Service) -> None:
     request = await service.ready()
     answer = await service.answer(replace(request, ratio=0.1, max_tokens=16))
     entry = service.worker._residency._shelf.find(CacheKey(TENANT, request.cache_id))
