@@ -251,7 +251,7 @@ def test_field_48_a_client_that_goes_away_stops_the_generation(
     closed = api.worker.closed
     body = b'{"question": "never ends", "stream": %s}' % (b"true" if stream else b"false")
     head = (
-        f"POST /contexts/{context['id']}/query HTTP/1.1\r\nhost: x\r\n"
+        f"POST /contexts/{context['id']}/query HTTP/1.1\r\nhost: localhost\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     host, port = api.url.removeprefix("http://").split(":")
