@@ -7,6 +7,7 @@ import typer
 
 from kvkeep_service.admin import admin
 from kvkeep_service.command_line import Data, RedisUrl, Store, run, settings_from
+from kvkeep_service.stores import open_objects
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.add_typer(admin, name="admin")
@@ -44,7 +45,9 @@ def serve(
         "chat_template": chat_template,
     }
     settings = settings_from(flags)
-    # Imported here: torch takes seconds, and a wrong flag should be told at once.
+    if settings.store is not None:
+        run(open_objects(settings.store, settings.faults))
+    # Imported here: torch takes seconds, and what is wrong should be told at once.
     from kvkeep_service.app import serve as serve_application
 
     typer.echo(f"loading model {settings.model} …", err=True)

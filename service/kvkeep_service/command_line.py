@@ -28,7 +28,7 @@ def settings_from(flags: Mapping[str, object]) -> Settings:
         raise refused(error) from error
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
+def run(work: Coroutine[Any, Any, object]) -> None:
     """Run a command to its end. Raises: Exit with code 2 when it cannot do its work."""
     try:
         asyncio.run(work)

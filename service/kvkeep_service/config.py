@@ -30,9 +30,14 @@ from pydantic_settings import (
 )
 
 from kvkeep_service.errors import SettingsInvalid
+from kvkeep_storage.errors import Invalid
+from kvkeep_storage.faults import Faults
 from kvkeep_storage.quotas import Quotas
+from kvkeep_storage.store_url import parse_store_url
 
 PREFIX = "KVKEEP_"
+# Settings whose wrong value is not repeated: a secret may stand in it.
+_UNSHOWN = frozenset({"api_key", "store"})
 # Variables of the same family that other parts read.
 _ELSEWHERE = frozenset({"KVKEEP_CONFIG", "KVKEEP_KERNELS", "KVKEEP_URL"})
 
@@ -64,7 +69,13 @@ class Settings(BaseSettings):
     redis_url: str | None = Field(None, min_length=1)
     """A Redis of yours; None runs the embedded server in the data directory."""
     store: str | None = Field(None, min_length=1)
-    """``file://`` URL of the object store; None keeps objects in the data directory."""
+    """``file://`` or ``s3://`` URL of the object store; None is a folder of the data directory."""
+    disk_cache: Folder | None = None
+    """Directory for copies of what a remote store holds; None is one in the data directory."""
+    disk_cache_bytes: int = Field(20 * 2**30, ge=0)
+    """Budget of that directory, for all processes that share it; 0 keeps no copies."""
+    faults: str | None = Field(None, min_length=1)
+    """Faults that the object store shows on purpose, for tests and staging; None is none."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """Address to listen on; anything but loopback needs an API key."""
@@ -108,9 +119,22 @@ class Settings(BaseSettings):
     @field_validator("store")
     @classmethod
     def _check_store(cls, store: str | None) -> str | None:
-        if store is not None and not store.startswith("file:///"):
-            raise ValueError("only file:///directory is supported by this version")
+        if store is not None:
+            try:
+                parse_store_url(store)
+            except Invalid as error:
+                raise ValueError(error.reason) from None
         return store
+
+    @field_validator("faults")
+    @classmethod
+    def _check_faults(cls, faults: str | None) -> str | None:
+        if faults is not None:
+            try:
+                Faults.parse(faults)
+            except Invalid as error:
+                raise ValueError(error.reason) from None
+        return faults
 
     @model_validator(mode="after")
     def _check_the_door(self) -> Self:
@@ -203,5 +227,5 @@ def _line(item: ErrorDetails) -> str:
     name = str(item["loc"][0])
     if item["type"] == "extra_forbidden":
         return f"{name}: there is no such setting"
-    shown = "" if name == "api_key" else f" = {item['input']!r}"
+    shown = "" if name in _UNSHOWN else f" = {item['input']!r}"
     return f"{PREFIX}{name.upper()}{shown}: {item['msg']}"

@@ -5,14 +5,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import structlog
+
 from kvkeep_service.config import Settings
 from kvkeep_service.valkey_watch import kept_alive
+from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.embedded import EmbeddedStore
+from kvkeep_storage.faults import Faults
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.quotas import NO_QUOTAS, Quotas
+from kvkeep_storage.sources import ObjectSource, Source
+
+_log = structlog.get_logger(__name__)
+
+# Whoever starts the server knows within ten seconds what is wrong with its store.
+_CHECK_SECONDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +34,20 @@ class Stores:
     leases: Leases
     jobs: Jobs
     quotas: Quotas = NO_QUOTAS
+    disk: DiskTier | None = None
+
+    @property
+    def source(self) -> Source:
+        """Where caches are loaded from: through the disk tier where there is one."""
+        return ObjectSource(self.objects) if self.disk is None else self.disk
 
 
 @asynccontextmanager
 async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
     """Open Redis and the object store, the embedded ones where no other is configured.
 
-    Raises: DataDirectoryLocked, MetadataUnavailable, ObjectsUnavailable.
+    Either is tried before this returns. Raises: DataDirectoryLocked, MetadataUnavailable,
+    ObjectsUnavailable.
     """
     embedded: EmbeddedStore | None = None
     redis_url, store_url = settings.redis_url, settings.store
@@ -48,21 +65,48 @@ async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
     try:
         metadata = await Metadata.connect(redis_url)
         try:
-            stores = Stores(
-                metadata,
-                Objects.open(store_url),
-                Leases(metadata),
-                Jobs(metadata),
-                settings.quotas,
-            )
-            if settings.redis_url is None:
-                # The directory is ours alone: whoever held these is dead.
-                await stores.leases.void_all()
-                await stores.jobs.void_owners()
-            async with kept_alive(embedded):
+            objects = await open_objects(store_url, settings.faults)
+            async with kept_alive(embedded), _disk_tier(settings, objects) as disk:
+                stores = Stores(
+                    metadata, objects, Leases(metadata), Jobs(metadata), settings.quotas, disk
+                )
+                if settings.redis_url is None:
+                    # The directory is ours alone: whoever held these is dead.
+                    await stores.leases.void_all()
+                    await stores.jobs.void_owners()
                 yield stores
         finally:
             await metadata.close()
     finally:
         if embedded is not None:
             await asyncio.to_thread(embedded.stop)
+
+
+@asynccontextmanager
+async def _disk_tier(settings: Settings, objects: Objects) -> AsyncIterator[DiskTier | None]:
+    """None in front of a local store, which is as near. Raises: Invalid, for its directory."""
+    if not objects.is_remote or not settings.disk_cache_bytes:
+        yield None
+        return
+    folder = settings.disk_cache or settings.data / "disk-cache"
+    disk = await asyncio.to_thread(DiskTier.open, objects, folder, settings.disk_cache_bytes)
+    try:
+        yield disk
+    finally:
+        await disk.close()
+
+
+async def open_objects(url: str, faults: str | None) -> Objects:
+    """Open the object store, and try it: what it cannot do is told within seconds.
+
+    Raises: ObjectsUnavailable, in one line.
+    """
+    injected = None
+    if faults is not None:
+        injected = Faults.parse(faults)
+        _log.warning(
+            "faults_injected", faults=faults, advice="unset KVKEEP_FAULTS wherever answers count"
+        )
+    objects = Objects.open(url, faults=injected)
+    await objects.check(deadline_seconds=_CHECK_SECONDS)
+    return objects

@@ -18,7 +18,7 @@ from kvkeep_storage.errors import Conflict, Corrupt, Full, NotFound, ObjectsUnav
 from kvkeep_storage.faults import Faults, FaultyBackend
 from kvkeep_storage.local_backend import LocalBackend
 from kvkeep_storage.remote_backend import RemoteBackend
-from kvkeep_storage.retries import ATTEMPTS
+from kvkeep_storage.retries import ATTEMPTS, retrying
 from kvkeep_storage.store_url import LocalUrl, parse_store_url
 
 __all__ = ["ObjectInfo", "Objects"]
@@ -148,34 +148,43 @@ class Objects:
             return await self._backend.directories(prefix)
 
     async def check(self, *, deadline_seconds: float) -> None:
-        """Go to the store and back once, to know at the start whether it can be worked with.
+        """Try once, at the start, what everything later relies on.
 
-        Modifies: a store with an identity not at all; one without is only asked for it.
-        Raises: ObjectsUnavailable, in one line: where it is, and why it cannot be read, or
-        written, or trusted with a conditional put; Corrupt.
+        Lists, writes, writes on a condition and deletes an object that nobody reads; a crash in
+        the middle leaves it there, empty. Raises: ObjectsUnavailable, in one line: where the
+        store is, and what it does not do.
         """
         where = self._backend.location
         try:
             async with asyncio.timeout(deadline_seconds):
-                await self._check()
+                await retrying(self._check)
         except TimeoutError as error:
             reason = f"{where}: no answer in {deadline_seconds:g} s"
             raise ObjectsUnavailable("object store", reason) from error
         except ObjectsUnavailable as error:
-            raise ObjectsUnavailable("object store", f"{where}: {error}") from error
+            raise ObjectsUnavailable("object store", f"{where}: {error.reason}") from error
 
     async def _check(self) -> None:
+        probe = f"check-{secrets.token_hex(8)}"
         try:
-            described = await self.get(keys.STORE)
-        except NotFound:
-            return
+            await self.directories_below(keys.DOCUMENTS)
+        except ObjectsUnavailable as error:
+            raise _because("cannot be read", error) from error
         try:
-            # What is there already, so that a store which forgets the condition loses nothing.
-            await self.put_if_absent(keys.STORE, described)
-        except (Conflict, Full):
+            await self.put(probe, b"")
+            try:
+                await self.put_if_absent(probe, b"")
+            except Conflict:
+                return
+            finally:
+                await self.delete(probe)
+        except Full:
+            # What is stored can be read all the same; writes say what is the matter.
             return
+        except ObjectsUnavailable as error:
+            raise _because("cannot be written to", error) from error
         raise ObjectsUnavailable(
-            "put_if_absent", "the store overwrites what it was asked to leave alone"
+            "put_if_absent", "overwrites an object that was to be left alone", attempts=ATTEMPTS
         )
 
     async def find_store_id(self) -> str | None:
@@ -230,7 +239,10 @@ class Objects:
         except TimeoutError as error:
             # Waited for long enough: nobody is to wait as long again, `attempts` times.
             raise ObjectsUnavailable(
-                name, f"{key}: no answer in {round(seconds, 2):g} s", attempts=ATTEMPTS, abandoned=True
+                name,
+                f"{key}: no answer in {round(seconds, 2):g} s",
+                attempts=ATTEMPTS,
+                abandoned=True,
             ) from error
         except FileNotFoundError as error:
             raise NotFound("object", key) from error
@@ -244,3 +256,9 @@ class Objects:
             raise ObjectsUnavailable(name, f"{key}: {error}") from error
         except EOFError as error:
             raise ObjectsUnavailable(name, f"{key}: {error}") from error
+
+
+def _because(problem: str, error: ObjectsUnavailable) -> ObjectsUnavailable:
+    return ObjectsUnavailable(
+        error.operation, f"{problem}: {error.reason}", attempts=error.attempts
+    )

@@ -25,12 +25,13 @@ from kvkeep_storage.store_url import OtherUrl, S3Url
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
-# Of one upload. All parts in flight share the line: each must arrive within the read deadline.
+# Of one upload. The parts in flight share the line, and each must be answered before its silence
+# counts as the server's: 32 MiB in 10 s is less than the rate at which transfers count as stalled.
 _PART_BYTES = 8 * 1024 * 1024
-_PARTS_AT_ONCE = 8
+_PARTS_AT_ONCE = 4
 _CONNECT_SECONDS = 5
-# Of the deadline of an operation: what is left is enough to try once more.
-_SILENCE_SHARE = 2 / 3
+# Of the deadline of an operation: what is left after one silence is enough to try again.
+_SILENCE_SHARE = 1 / 3
 _STATUS = re.compile(r"status code: (\d{3}) ?([^:\n]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
@@ -43,7 +44,7 @@ _NO_STORE = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _REFUSED = frozenset({401, 403})
 _WRITING = re.compile(r"performing (?:PUT|POST) ")
 # Where a process on a cloud's machine asks for credentials when the environment has none.
-_INSTANCE_CREDENTIALS = "169.254."
+_INSTANCE_CREDENTIALS = "/latest/api/token"
 
 
 class RemoteBackend:

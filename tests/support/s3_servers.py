@@ -84,6 +84,8 @@ class Seaweed:
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={self._identities}"),
             *("-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=20"),
+            # Back in 2 s instead of 25.
+            *("-master.raftHashicorp", "-master.electionTimeout=1s"),
             f"-filer.localSocket={self._folder / 'filer.sock'}",
             *(f"{option}={port}" for option, port in self._ports.items()),
         ]

@@ -139,10 +139,35 @@ def test_folders_of_the_user_are_resolved() -> None:
     assert load_settings({"data": "~/somewhere"}).data == Path.home() / "somewhere"
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/prefix", "file://relative", "/plain/path"])
-def test_a_store_of_another_kind_is_refused_before_anything_is_opened(
-    monkeypatch: pytest.MonkeyPatch, url: str
+@pytest.mark.parametrize("url", ["file:///data", "s3://bucket/prefix?endpoint=http://host:9000"])
+def test_a_store_is_a_directory_or_a_bucket(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("KVKEEP_STORE", url)
+    assert load_settings().store == url
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("file://relative", "file:///absolute/path"),
+        ("/plain/path", "file:///directory or s3://bucket/prefix"),
+        ("s3://bucket?endpiont=http://h", "there is no option 'endpiont'; there are endpoint, "),
+        ("s3://key:hidden-word@bucket", "credentials belong in AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_a_wrong_store_is_refused_without_being_repeated(
+    monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
     monkeypatch.setenv("KVKEEP_STORE", url)
-    with pytest.raises(SettingsInvalid, match=r"KVKEEP_STORE = .*only file:///directory"):
+    with pytest.raises(SettingsInvalid, match="KVKEEP_STORE: ") as refused:
+        load_settings()
+    assert said in str(refused.value)
+    assert "hidden-word" not in str(refused.value)
+
+
+def test_faults_are_none_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().faults is None
+    monkeypatch.setenv("KVKEEP_FAULTS", "error=0.05,seed=7")
+    assert load_settings().faults == "error=0.05,seed=7"
+    monkeypatch.setenv("KVKEEP_FAULTS", "error=5")
+    with pytest.raises(SettingsInvalid, match=r"KVKEEP_FAULTS = 'error=5': .*error = 5 is not"):
         load_settings()
