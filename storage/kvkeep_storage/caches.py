@@ -1,11 +1,12 @@
 """Cache records in Redis: which generation of a cache is committed, and who refers to it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from kvkeep_storage import cache_scripts as scripts
 from kvkeep_storage.context_index import context_ids
 from kvkeep_storage.errors import Conflict, Invalid, LeaseLost, Unreferenced
+from kvkeep_storage.hash_fields import hash_fields
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.record_codec import pairs
 from kvkeep_storage.records import BuildLease, CacheRecord
@@ -136,21 +137,21 @@ class CacheTable(RedisTable):
         """The committed generations of a tenant, and when each was committed."""
         keys = TenantKeys(tenant)
         ids = await self._link.members(keys.caches)
-        found = await self._link.hashes([keys.cache(item) for item in ids])
+        caches = [keys.cache(item) for item in ids]
+        found = await hash_fields(self._link, caches, "generation", "committed_at")
         return {
-            GenerationKey(tenant, cache_id, stored["generation"]): _seconds(stored, "committed_at")
-            for cache_id, stored in zip(ids, found, strict=True)
-            if "generation" in stored
+            GenerationKey(tenant, cache_id, generation): _seconds(committed_at)
+            for cache_id, (generation, committed_at) in zip(ids, found, strict=True)
+            if generation
         }
 
     async def _last_uses(self, tenant: str) -> dict[str, float]:
-        """The last use of any context of each cache of a tenant; those never used are left out."""
+        """The last use of any context of each cache of a tenant, 0 for those never used."""
         keys = TenantKeys(tenant)
-        ids = await context_ids(self._link, tenant)
+        contexts = [keys.context(item) for item in await context_ids(self._link, tenant)]
         used_at: dict[str, float] = {}
-        for stored in await self._link.hashes([keys.context(item) for item in ids]):
-            cache_id = stored.get("cache_id", "")
-            used_at[cache_id] = max(used_at.get(cache_id, 0.0), _seconds(stored, "last_used_at"))
+        for cache_id, used in await hash_fields(self._link, contexts, "cache_id", "last_used_at"):
+            used_at[cache_id] = max(used_at.get(cache_id, 0.0), _seconds(used))
         return used_at
 
     async def restore_cache(self, cache: CacheRecord) -> bool:
@@ -178,9 +179,9 @@ def _refuse(outcome: str, lease: BuildLease) -> None:
         raise Conflict("cache", lease.cache_id, "it is committed at a higher ratio already")
 
 
-def _seconds(stored: Mapping[str, str], field: str) -> float:
+def _seconds(text: str) -> float:
     """A time of a record, 0 when it has none or a damaged one: that must not stop the others."""
     try:
-        return float(stored[field])
-    except (KeyError, ValueError):
+        return float(text)
+    except ValueError:
         return 0.0

@@ -1,15 +1,17 @@
 """Finding context records in Redis: one hash each, with the indexes of a tenant."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from kvkeep_storage.errors import Invalid
+from kvkeep_storage.hash_fields import hash_fields
 from kvkeep_storage.records import ContextRecord, Page
 from kvkeep_storage.redis_keys import TENANTS, TenantKeys
 from kvkeep_storage.redis_link import RedisLink, RedisTable, texts
 
-_SCAN_RECORDS: Final = 100
+_SCAN_RECORDS: Final = 200
 _ID_PAGE: Final = 1000
 
 
@@ -45,18 +47,21 @@ class ContextIndex(RedisTable):
         """
         if limit < 1:
             raise Invalid("limit", f"{limit} must be at least 1")
-        keys = TenantKeys(tenant)
+        keys, pairs = TenantKeys(tenant), metadata or {}
+        is_filtered = status is not None or bool(pairs)
+        count = _SCAN_RECORDS if is_filtered else min(limit + 1, _SCAN_RECORDS)
         found: list[ContextRecord] = []
         while True:
-            ids = await self._ids_after(keys, after, descending=descending)
-            for stored in await self._link.hashes([keys.context(item) for item in ids]):
+            ids = await self._ids_after(keys, after, count, descending=descending)
+            some = await self._may_match(keys, ids, status, pairs) if is_filtered else ids
+            for stored in await self._link.hashes([keys.context(item) for item in some]):
                 record = self._read(stored) if stored else None
-                if record is None or not _matches(record, status, metadata or {}):
+                if record is None or not _matches(record, status, pairs):
                     continue
                 found.append(record)
                 if len(found) > limit:
                     return Page(tuple(found[:limit]), has_more=True)
-            if len(ids) < _SCAN_RECORDS:
+            if len(ids) < count:
                 return Page(tuple(found), has_more=False)
             after = ids[-1]
 
@@ -88,8 +93,21 @@ class ContextIndex(RedisTable):
         """Every tenant that ever had a context, sorted."""
         return await self._link.members(TENANTS)
 
+    async def _may_match(
+        self, keys: TenantKeys, ids: list[str], status: str | None, metadata: Mapping[str, str]
+    ) -> list[str]:
+        """Leave out what cannot match, without reading whole records; the record decides."""
+        contexts = [keys.context(item) for item in ids]
+        found = await hash_fields(self._link, contexts, "status", "expires_at", "metadata")
+        return [
+            context_id
+            for context_id, (stored_as, expires_at, text) in zip(ids, found, strict=True)
+            if (status is None or status == stored_as or (status == "expired" and expires_at))
+            and all(json.dumps(value, ensure_ascii=False) in text for value in metadata.values())
+        ]
+
     async def _ids_after(
-        self, keys: TenantKeys, after: str | None, *, descending: bool
+        self, keys: TenantKeys, after: str | None, count: int, *, descending: bool
     ) -> list[str]:
         # All scores are 0, so the order is that of the ids, and a deleted id still marks a place.
         command, start, end = "ZRANGEBYLEX", "-", "+"
@@ -98,7 +116,7 @@ class ContextIndex(RedisTable):
         if after is not None:
             start = f"({after}"
         return texts(
-            await self._link.command(command, keys.contexts, start, end, "LIMIT", 0, _SCAN_RECORDS)
+            await self._link.command(command, keys.contexts, start, end, "LIMIT", 0, count)
         )
 
     def _read(self, stored: Mapping[str, str]) -> ContextRecord:

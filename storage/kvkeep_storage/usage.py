@@ -2,6 +2,7 @@
 
 from kvkeep_storage import usage_scripts as scripts
 from kvkeep_storage.context_index import context_ids
+from kvkeep_storage.hash_fields import hash_fields
 from kvkeep_storage.quotas import Usage
 from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.redis_link import RedisTable, texts
@@ -27,9 +28,10 @@ class UsageTable(RedisTable):
         keys = TenantKeys(tenant)
         cache_ids = set(await self._link.members(keys.caches))
         ids = await context_ids(self._link, tenant)
-        found = await self._link.hashes([keys.context(item) for item in ids])
-        for context_id, stored in zip(ids, found, strict=True):
-            if cache_id := stored.get("cache_id"):
+        contexts = [keys.context(item) for item in ids]
+        found = await hash_fields(self._link, contexts, "cache_id")
+        for context_id, (cache_id,) in zip(ids, found, strict=True):
+            if cache_id:
                 cache_ids.add(cache_id)
                 await self._link.run(
                     scripts.RECOUNT_CONTEXT,
