@@ -69,6 +69,9 @@ class Remover:
         if generation is None:
             return
         key = GenerationKey(tenant, cache_id, generation)
+        if self._stores.disk is not None:
+            # Other processes look at the records every few seconds.
+            await self._stores.disk.drop(key)
         try:
             # Nothing tells when a lease of another process ends: asking again is all there is.
             while not await release_generation(  # noqa: ASYNC110

@@ -1,9 +1,11 @@
-"""What has to be done from time to time: sweep, and put forgotten builds back in the queue."""
+"""What has to be done from time to time: sweep, put forgotten builds back, forget what is deleted."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import structlog
 
+from kvkeep_service.forgetting import forget_deleted
 from kvkeep_service.ports import Worker
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
@@ -13,15 +15,17 @@ from kvkeep_storage.sweeper import Sweeper
 _log = structlog.get_logger(__name__)
 
 _RECONCILE_SECONDS = 15.0
+# How long after a deletion by another process its bytes may still be in memory, or on the disk.
+_FORGET_SECONDS = 5.0
 
 
 class Upkeep:
-    """Two loops on the event loop; trouble in a round is logged and the next round tries again."""
+    """Loops on the event loop; trouble in a round is logged and the next round tries again."""
 
     def __init__(
         self, stores: Stores, sweeper: Sweeper, worker: Worker, *, interval_seconds: float
     ) -> None:
-        """``interval_seconds`` between two sweeps; builds are reconciled every 15 seconds."""
+        """``interval_seconds`` between two sweeps; the other intervals are fixed."""
         self._stores = stores
         self._sweeper = sweeper
         self._worker = worker
@@ -29,38 +33,41 @@ class Upkeep:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin both loops, with a first round of each now."""
-        self._tasks = [
-            asyncio.create_task(self._sweep_for_ever()),
-            asyncio.create_task(self._reconcile_for_ever()),
+        """Begin every loop, with a first round of each now."""
+        rounds = [
+            _for_ever("sweep", self._sweep, self._interval_seconds),
+            _for_ever("reconcile", self._reconcile, _RECONCILE_SECONDS),
+            _for_ever("forget", self._forget, _FORGET_SECONDS),
         ]
+        if self._stores.disk is not None:
+            rounds.append(_for_ever("reclaim", self._stores.disk.reclaim, self._interval_seconds))
+        self._tasks = [asyncio.create_task(one) for one in rounds]
 
     async def stop(self) -> None:
-        """End both loops; a sweep cut short is continued by the next one."""
+        """End every loop; a sweep cut short is continued by the next one."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _sweep_for_ever(self) -> None:
-        while True:
-            try:
-                report = await self._sweeper.run_once()
-                for tenant, cache_id in report.unreferenced:
-                    await self._worker.drop(tenant, cache_id)
-            except StorageError as error:
-                _log.warning("sweep_skipped", code=error.code)
-            # A loop that ended would be missed by nobody.
-            except Exception as error:  # noqa: BLE001
-                _log.error("sweep_error", where=where(error))
-            await asyncio.sleep(self._interval_seconds)
+    async def _sweep(self) -> None:
+        report = await self._sweeper.run_once()
+        for tenant, cache_id in report.unreferenced:
+            await self._worker.drop(tenant, cache_id)
 
-    async def _reconcile_for_ever(self) -> None:
-        while True:
-            try:
-                await self._stores.jobs.reconcile(self._stores.metadata)
-            except StorageError as error:
-                _log.warning("reconcile_skipped", code=error.code)
-            # As above.
-            except Exception as error:  # noqa: BLE001
-                _log.error("reconcile_error", where=where(error))
-            await asyncio.sleep(_RECONCILE_SECONDS)
+    async def _reconcile(self) -> None:
+        await self._stores.jobs.reconcile(self._stores.metadata)
+
+    async def _forget(self) -> None:
+        await forget_deleted(self._stores, self._worker)
+
+
+async def _for_ever(name: str, work: Callable[[], Awaitable[None]], pause_seconds: float) -> None:
+    while True:
+        try:
+            await work()
+        except StorageError as error:
+            _log.warning(f"{name}_skipped", code=error.code)
+        # A loop that ended would be missed by nobody.
+        except Exception as error:  # noqa: BLE001
+            _log.error(f"{name}_error", where=where(error))
+        await asyncio.sleep(pause_seconds)

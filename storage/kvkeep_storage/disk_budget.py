@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvkeep_storage import durable
 from kvkeep_storage.disk_parts import Descriptor, is_part, part_of, reclaim_part
 from kvkeep_storage.lru import CostAwareLru
 
@@ -90,13 +91,16 @@ class DiskBudget:
             self._note(DiskFile(path, size_bytes, time.time()))
             return True
 
-    def learn(self, path: Path, cost_seconds: float) -> None:
-        """Remember what it took to bring a file that is whole now."""
-        with self._mutex:
+    def publish(self, path: Path, cost_seconds: float) -> None:
+        """Give a part that is whole its name, and remember what it took to bring it.
+
+        Under the lock as well, or a walk might see it under neither name. Raises: OSError.
+        """
+        with self._locked():
+            durable.publish(part_of(path), path)
             self._costs[path] = _without_noise(cost_seconds)
             self._forget(part_of(path))
-            with suppress(FileNotFoundError):
-                self._note(_looked_at(path))
+            self._note(_looked_at(path))
 
     def remove(self, paths: list[Path]) -> None:
         """Remove files whatever they are worth; missing ones are ignored. Raises: OSError."""

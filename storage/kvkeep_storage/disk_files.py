@@ -138,8 +138,7 @@ class DiskFiles:
 
     def finish(self, part: Part, cost_seconds: float) -> None:
         """Make a part that is written to its end a copy; ``cost_seconds`` is what it took."""
-        durable.publish(part_of(part.path), part.path)
-        self._budget.learn(part.path, cost_seconds)
+        self._budget.publish(part.path, cost_seconds)
 
     def close(self, part: Part) -> None:
         """Close a part, and remove it unless it was finished."""

@@ -154,7 +154,7 @@ class DiskTier:
     async def forget(self, prefix: str) -> None:
         """As ``Source.forget``: for ten minutes, this process reads it from the store alone."""
         self._health.distrust(prefix)
-        await self.drop(prefix)
+        await self._drop(prefix)
 
     async def origin(self, prefix: str) -> Origin:
         """As ``Source.origin``."""
@@ -162,13 +162,9 @@ class DiskTier:
             return "disk" if await self._attempt(files.has_slabs, prefix) else "store"
         return "store"
 
-    async def drop(self, prefix: str) -> None:
-        """Remove every copy below a prefix, also those on their way in this process."""
-        for key, fill in self._fills.items():
-            if key.startswith(f"{prefix}/"):
-                fill.drop()
-        if (files := await self._files()) is not None:
-            await self._attempt(files.remove, prefix, is_write=True)
+    async def drop(self, key: GenerationKey) -> None:
+        """Remove the copies of a generation, also those on their way in this process."""
+        await self._drop(key.prefix)
 
     async def generations(self) -> list[GenerationKey]:
         """Every generation of this store of which something is here."""
@@ -198,6 +194,13 @@ class DiskTier:
             store_bytes=self._fetched.size_bytes,
             store_seconds=self._fetched.seconds,
         )
+
+    async def _drop(self, prefix: str) -> None:
+        for key, fill in self._fills.items():
+            if key.startswith(f"{prefix}/"):
+                fill.drop()
+        if (files := await self._files()) is not None:
+            await self._attempt(files.remove, prefix, is_write=True)
 
     async def _read_near(
         self, files: DiskFiles, key: str, start: int, into: Sequence[memoryview]

@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvkeep_service import upkeep as upkeep_module
 from kvkeep_service.stores import Stores
 from kvkeep_service.upkeep import Upkeep
+from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.errors import MetadataUnavailable, StoreMismatch
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.metadata import Metadata
@@ -121,36 +123,92 @@ async def test_reconciling_goes_on_after_trouble_of_any_kind(
     await stores.metadata.create_context(WAITING)
     troubles: list[Exception] = [MetadataUnavailable("redis", "away"), TypeError("unforeseen")]
 
+    over = asyncio.Event()
+
     class Troubled(Jobs):
         async def reconcile(self, metadata: Metadata) -> int:
             if troubles:
                 raise troubles.pop()
-            return await super().reconcile(metadata)
+            if over.is_set():
+                await asyncio.Event().wait()
+            count = await super().reconcile(metadata)
+            over.set()
+            return count
 
     troubled = replace(stores, jobs=Troubled(stores.metadata))
     start(running, troubled, Scripted(stores), worker)
     assert await stores.jobs.claim("builder", PATIENCE_SECONDS) is not None
     assert troubles == []
+    await over.wait()
 
 
-async def test_stopping_ends_both_loops_at_once_also_in_the_middle_of_a_sweep(
+async def test_field_28_what_another_process_deleted_is_forgotten_after_trouble_of_any_kind(
+    running: list[Upkeep], stores: Stores, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep_module, "_FORGET_SECONDS", 0.01)
+    forgotten = asyncio.Event()
+    troubles: list[Exception] = [StoreMismatch("a", "b"), TypeError("unforeseen")]
+
+    class Troubled(ScriptedWorker):
+        def resident(self) -> list[tuple[str, str]]:
+            if troubles:
+                raise troubles.pop()
+            return super().resident()
+
+        async def drop(self, tenant: str, cache_id: str) -> None:
+            await super().drop(tenant, cache_id)
+            forgotten.set()
+
+    troubled = Troubled(stores)
+    troubled.held = [(TENANT, "deleted")]
+    start(running, stores, Scripted(stores), troubled)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await forgotten.wait()
+    assert troubled.dropped == [(TENANT, "deleted")]
+
+
+async def test_leftovers_on_the_disk_tier_are_reclaimed_at_the_start(
+    running: list[Upkeep], stores: Stores, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    disk = DiskTier.open(stores.objects, tmp_path / "disk", 10**6)
+    left = tmp_path / "disk" / "store-any" / "caches" / "t" / "c" / "g" / "kv-00.safetensors.part"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    try:
+        start(running, replace(stores, disk=disk), Scripted(stores), worker)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while left.exists():  # noqa: ASYNC110  # a file tells nobody that it goes
+                await asyncio.sleep(0.01)
+    finally:
+        await disk.close()
+
+
+async def test_stopping_ends_every_loop_at_once_also_in_the_middle_of_a_round(
     stores: Stores, worker: ScriptedWorker
 ) -> None:
-    begun = asyncio.Event()
+    begun = asyncio.Semaphore(0)
 
     class Endless(Sweeper):
         async def run_once(self) -> SweepReport:
-            begun.set()
+            begun.release()
             await asyncio.Event().wait()
             return NOTHING
 
+    class EndlessJobs(Jobs):
+        async def reconcile(self, metadata: Metadata) -> int:
+            begun.release()
+            await asyncio.Event().wait()
+            return 0
+
+    busy = replace(stores, jobs=EndlessJobs(stores.metadata))
     sweeper = Endless(stores.objects, stores.metadata, stores.leases, 0)
-    upkeep = Upkeep(stores, sweeper, worker, interval_seconds=3600)
+    upkeep = Upkeep(busy, sweeper, worker, interval_seconds=3600)
     # Never started is stopped as well.
     await upkeep.stop()
     before = asyncio.all_tasks()
     upkeep.start()
-    await begun.wait()
-    assert len(asyncio.all_tasks() - before) >= 2
+    for _ in range(2):
+        await begun.acquire()
+    assert len(asyncio.all_tasks() - before) >= 3
     await upkeep.stop()
     assert asyncio.all_tasks() == before

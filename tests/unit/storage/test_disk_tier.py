@@ -178,7 +178,7 @@ async def test_two_stores_in_one_directory_never_see_each_other(
     assert await theirs.generations() == []
     assert await read(theirs, SLAB, 0, 4304) == CONTENT[::-1]
     assert await read(tier, SLAB, 0, 4304) == CONTENT
-    await theirs.drop(KEY.prefix)
+    await theirs.drop(KEY)
     assert len(copies(tmp_path / "disk")) == 1
 
 
@@ -216,13 +216,13 @@ async def test_what_is_dropped_on_its_way_is_read_to_the_end_and_not_kept(
     reading = asyncio.create_task(read(tier, SLAB, 0, 4304))
     await asyncio.sleep(0.05)
     if at == "in the middle":
-        await tier.drop(KEY.prefix)
+        await tier.drop(KEY)
     else:
         finish = disk_fill.DiskFiles.finish
 
         def finish_and_drop(self: disk_fill.DiskFiles, *args: object) -> None:
             finish(self, *args)  # type: ignore[arg-type]  # passed on as it came
-            asyncio.run_coroutine_threadsafe(tier.drop(KEY.prefix), loop).result(30)
+            asyncio.run_coroutine_threadsafe(tier.drop(KEY), loop).result(30)
             # As a drop that looked just before the copy got its name.
             path = tmp_path / "disk" / f"store-{store_id}" / SLAB
             path.parent.mkdir(parents=True)
