@@ -17,7 +17,7 @@ from kvkeep_storage import queue_scripts as scripts
 from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt, StorageError
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.redis_keys import BUILDS
-from kvkeep_storage.redis_link import texts
+from kvkeep_storage.redis_link import Word, texts
 
 MAX_ATTEMPTS: Final = 3
 LEASE_TTL_SECONDS: Final = 10.0
@@ -30,6 +30,7 @@ _NOBODY: Final = "~nobody"
 _POLL_SECONDS: Final = 1.0
 # A consumer without entries that was not heard of for this many lease times is forgotten.
 _FORGET_CONSUMER_TTLS: Final = 60
+_QUEUED_AT_ONCE: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,12 @@ class Jobs:
         # The records first: a build that ends in between leaves a needless job, not a gap.
         unfinished = await metadata.unfinished()
         forget_ms = self._ttl_ms * _FORGET_CONSUMER_TTLS
-        queued = texts(await self._link.run(scripts.QUEUED, [BUILDS], [_GROUP, forget_ms]))
-        jobs = set(zip(queued[::2], queued[1::2], strict=True))
+        await self._link.run(scripts.FORGET, [BUILDS], [_GROUP, forget_ms])
+        jobs, start = set[tuple[str, str]](), "-"
+        while start:
+            arguments: list[Word] = [_GROUP, start, _QUEUED_AT_ONCE]
+            start, *queued = texts(await self._link.run(scripts.QUEUED, [BUILDS], arguments))
+            jobs.update(zip(queued[::2], queued[1::2], strict=True))
         missing = [context for context in unfinished if context not in jobs]
         for tenant, context_id in missing:
             await self.enqueue(tenant, context_id)

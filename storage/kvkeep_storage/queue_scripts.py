@@ -115,20 +115,34 @@ end
 """
 )
 
-# ARGV group forget_ms    -> {tenant, context, ...} of every entry
+# ARGV group forget_ms    -> how many consumers there are left
 # Forgets consumers without entries that were not heard of for forget_ms.
-QUEUED: Final = (
+FORGET: Final = (
     _GROUP
     + """
+local left = 0
 for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
   local consumer = {}
   for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
   if consumer.pending == 0 and consumer.idle > tonumber(ARGV[2]) then
     redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
+  else
+    left = left + 1
   end
 end
-local reply = {}
-for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
+return left
+"""
+)
+
+# ARGV group start count    -> {where the next page starts|'', tenant, context, ...}
+# In pages, because a long queue in one reply would keep everybody else waiting.
+QUEUED: Final = (
+    _GROUP
+    + """
+local entries = redis.call('XRANGE', KEYS[1], ARGV[2], '+', 'COUNT', ARGV[3])
+local reply = {''}
+if #entries == tonumber(ARGV[3]) then reply[1] = '(' .. entries[#entries][1] end
+for _, entry in ipairs(entries) do
   local fields = {}
   for i = 1, #entry[2], 2 do fields[entry[2][i]] = entry[2][i + 1] end
   if fields.tenant and fields.context then

@@ -294,3 +294,16 @@ async def test_impossible_times_and_the_reserved_owner_are_refused(metadata: Met
         Jobs(metadata, ttl_seconds=1, heartbeat_seconds=1)
     with pytest.raises(Invalid, match="owner"):
         await Jobs(metadata).claim("~nobody", 0)
+
+
+async def test_a_queue_of_several_pages_is_reconciled_without_a_second_job(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvkeep_storage.jobs._QUEUED_AT_ONCE", 3)
+    jobs = Jobs(metadata)
+    for number in range(10):
+        await metadata.create_context(a_context(f"ctx_{number}"))
+        if number != 7:
+            await jobs.enqueue(TENANT, f"ctx_{number}")
+    assert await jobs.reconcile(metadata) == 1
+    assert await jobs.reconcile(metadata) == 0
