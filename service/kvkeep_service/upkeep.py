@@ -1,4 +1,4 @@
-"""What has to be done from time to time: sweep, put forgotten builds back, forget what is deleted."""
+"""What has to be done from time to time: sweeping, reconciling, forgetting and reclaiming."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -25,7 +25,11 @@ class CountedObjects(Objects):
 
     @classmethod
     def at(cls, root: Path) -> Self:
-        objects = cls.open(f"file://{root}")
+        return cls.over(f"file://{root}")
+
+    @classmethod
+    def over(cls, url: str) -> Self:
+        objects = cls.open(url)
         objects.reads = Counter()
         objects.gate = asyncio.Event()
         objects.gate.set()

@@ -314,6 +314,21 @@ async def test_field_20_what_was_kept_is_read_back_without_asking_the_store(
     assert later.stats().misses == 0
 
 
+async def test_in_front_of_a_real_server_a_second_load_asks_it_for_nothing(
+    stores: Stores, open_tier: OpenTier, s3_url: str
+) -> None:
+    remote = CountedObjects.over(s3_url)
+    for item in await stores.objects.objects_below(""):
+        await remote.put(item.key, await stores.objects.get(item.key))
+    stores.objects = remote
+    assert remote.is_remote
+    assert await _load(stores, open_tier(remote)) == "store"
+    assert remote.of_slabs() > 0
+    remote.reads.clear()
+    assert await _load(stores, open_tier(remote)) == "disk"
+    assert remote.of_slabs() == 0
+
+
 async def test_a_load_of_low_bands_keeps_only_those(
     stores: Stores, counted: CountedObjects, open_tier: OpenTier, tmp_path: Path
 ) -> None:
