@@ -11,6 +11,8 @@ STORE = "store.json"
 CACHES = "caches"
 DOCUMENTS = "documents"
 MANIFEST = "manifest.json"
+CHECKS = "checks"
+"""Where a start tries out whether the store takes writes; nothing stays there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import asyncio
 import errno
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
@@ -27,6 +28,8 @@ __all__ = ["ObjectInfo", "Objects"]
 _SLOWEST_BYTES_PER_SECOND = 4 * 1024 * 1024
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _STORE_SCHEMA = 1
+# No check takes as long, whatever the difference between clocks.
+_CHECK_SECONDS_MAX = 3600.0
 
 
 class Objects:
@@ -150,9 +153,9 @@ class Objects:
     async def check(self, *, deadline_seconds: float) -> None:
         """Try once, at the start, what everything later relies on.
 
-        Lists, writes, writes on a condition and deletes an object that nobody reads; a crash in
-        the middle leaves it there, empty. Raises: ObjectsUnavailable, in one line: where the
-        store is, and what it does not do.
+        Lists, writes, writes on a condition and deletes an object that nobody reads; what a
+        crash in the middle leaves, empty, a later check removes. Raises: ObjectsUnavailable, in
+        one line: where the store is, and what it does not do.
         """
         where = self._backend.location
         try:
@@ -165,12 +168,13 @@ class Objects:
             raise ObjectsUnavailable("object store", f"{where}: {error.reason}") from error
 
     async def _check(self) -> None:
-        probe = f"check-{secrets.token_hex(8)}"
+        probe = f"{keys.CHECKS}/{secrets.token_hex(8)}"
         try:
             await self.directories_below(keys.DOCUMENTS)
         except ObjectsUnavailable as error:
             raise _because("cannot be read", error) from error
         try:
+            await self._delete_old_checks()
             await self.put(probe, b"")
             try:
                 await self.put_if_absent(probe, b"")
@@ -186,6 +190,12 @@ class Objects:
         raise ObjectsUnavailable(
             "put_if_absent", "overwrites an object that was to be left alone", attempts=ATTEMPTS
         )
+
+    async def _delete_old_checks(self) -> None:
+        before = time.time() - _CHECK_SECONDS_MAX
+        for item in await self.objects_below(keys.CHECKS):
+            if item.modified_at < before:
+                await self.delete(item.key)
 
     async def find_store_id(self) -> str | None:
         """The identity of this store, None when it has none yet.

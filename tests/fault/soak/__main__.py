@@ -16,7 +16,7 @@ from kvkeep_storage.embedded import EmbeddedStore
 from .controller import Controller, prepare
 from .notes import Told
 from .storage_calls import Calls
-from .verdict import Verdict, finish, judge
+from .verdict import Verdict, empty, finish, judge
 
 # Seldom done, and cut short most of the time: once per so many kills.
 _KILLS_PER_ROUND = 50
@@ -90,7 +90,9 @@ async def _robbed(redis_url: str, root: Path, notes: Path) -> Verdict:
         await client.aclose()
         await calls.reindex()
         await finish(calls, told)
-        return await judge(calls, told)
+        verdict = await judge(calls, told)
+        verdict.findings += [f"left of nothing: {name}" for name in await empty(calls)]
+        return verdict
 
 
 def _tell(verdict: Verdict, told: Told, controller: Controller, seconds: float) -> None:

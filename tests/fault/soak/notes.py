@@ -54,7 +54,6 @@ Context = tuple[str, str]
 class Told:
     """Everything that all victims together were told, by (tenant, context id)."""
 
-    begun_registrations: int = 0
     registered: set[Context] = field(default_factory=set)
     expiring: set[Context] = field(default_factory=set)
     ready: set[Context] = field(default_factory=set)
@@ -62,11 +61,6 @@ class Told:
     deleted: set[Context] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-
-    @property
-    def cut_short_registrations(self) -> int:
-        """How many documents may lie there that nobody was told the id of."""
-        return self.begun_registrations - len(self.registered)
 
     @property
     def must_be_ready(self) -> set[Context]:
@@ -90,8 +84,6 @@ class Told:
     def _add(self, what: str, tenant: str, context_id: str, detail: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
         match what:
-            case "registering":
-                self.begun_registrations += 1
             case "registered":
                 self.registered.add((tenant, context_id))
                 if detail == "expiring":

@@ -16,9 +16,11 @@ from kvkeep_storage.commit import commit
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.load import LoadedCache
+from kvkeep_storage.lone_documents import delete_lone_document, lone_documents
 from kvkeep_storage.records import BuildLease, ContextRecord, Expiry
 from kvkeep_storage.reindex import ReindexReport, reindex
 from kvkeep_storage.sweeper import Sweeper, SweepReport
+from kvkeep_storage.verify import Verifier
 
 from ...support import stores as support
 from ...support.scripted_worker import MODEL
@@ -125,3 +127,19 @@ class Calls:
 
     async def reindex(self) -> ReindexReport:
         return await reindex(self.stores.objects, self.stores.metadata)
+
+    async def collect_lone_documents(self) -> None:
+        """What an operator's gc does, when no registration or deletion is under way."""
+        objects, metadata = self.stores.objects, self.stores.metadata
+        for lone in await lone_documents(objects, metadata, grace_seconds=0):
+            await delete_lone_document(objects, metadata, lone.key)
+
+    async def problems(self) -> AsyncIterator[str]:
+        """What an operator's verify finds."""
+        stores = self.stores
+        verifier = Verifier(
+            stores.objects, stores.metadata, stores.leases, stores.jobs, repairs=False
+        )
+        async for checked in verifier.run():
+            if checked.problem is not None:
+                yield f"{checked.what} {checked.name}: {checked.problem}"

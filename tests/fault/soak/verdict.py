@@ -1,13 +1,18 @@
-"""After the kills: what a last worker must be able to finish, and what must be true then."""
+"""After the kills: what a last worker must be able to finish, and what must be true then.
+
+``finish`` does what the living would have done; ``judge`` looks at all that is left; ``empty``
+deletes everything, after which nothing may be left at all.
+"""
 
 import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvkeep_storage import durable
+from kvkeep_storage import durable, keys
 from kvkeep_storage.errors import NotFound, StorageError
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.manifest import Manifest
+from kvkeep_storage.quotas import Usage
 from kvkeep_storage.records import UNFINISHED, ContextRecord
 from kvkeep_storage.redis_keys import BUILDS, LEASE_PATTERN
 
@@ -43,6 +48,7 @@ async def finish(calls: Calls, told: Told) -> None:
         if not await _queue_length(calls):
             break
     await calls.sweep(grace_seconds=0)
+    await calls.collect_lone_documents()
 
 
 @dataclass(slots=True)
@@ -73,10 +79,26 @@ async def judge(calls: Calls, told: Told) -> Verdict:
             verdict.findings.append(f"{context}: was ready, and is {status} {code}")
     for context in sorted(told.deleted & set(records)):
         verdict.findings.append(f"{context}: deleted, and there again")
-    _judge_documents(calls, told, set(records), verdict)
+    _judge_documents(calls, set(records), verdict)
     await _judge_caches(calls, verdict)
     await _judge_leftovers(calls, verdict)
+    verdict.findings += [f"verify: {problem}" async for problem in calls.problems()]
     return verdict
+
+
+async def empty(calls: Calls) -> list[str]:
+    """Delete every context; return what is left of anything."""
+    metadata = calls.stores.metadata
+    for tenant in TENANTS:
+        for record in (await metadata.contexts(tenant, limit=1000)).records:
+            await calls.remove(tenant, record.id)
+    # Later starts remove what a start leaves that is killed while it tries the store out.
+    ours = (keys.STORE, f"{keys.CHECKS}/")
+    left = [name for name in files_below(calls.root) if not name.startswith(ours)]
+    charges = {tenant: await metadata.usage(tenant) for tenant in TENANTS}
+    left += [f"{tenant}: {usage}" for tenant, usage in charges.items() if usage != Usage(0, 0, 0)]
+    pattern = LEASE_PATTERN.partition("lease")[0] + "*"
+    return left + [key for key in await metadata.link.keys(pattern) if not key.endswith(":fence")]
 
 
 async def _judge_context(calls: Calls, told: Told, record: ContextRecord, verdict: Verdict) -> None:
@@ -99,22 +121,14 @@ async def _judge_context(calls: Calls, told: Told, record: ContextRecord, verdic
                 verdict.findings.append(f"{name} at {ratio}: {type(error).__name__}: {error}")
 
 
-def _judge_documents(
-    calls: Calls, told: Told, contexts: set[tuple[str, str]], verdict: Verdict
-) -> None:
-    """Exactly the live contexts have documents; registrations cut short may have left some."""
-    found = {
-        name: {(tenant, context_id) for _, tenant, context_id in _parts(calls, name)}
-        for name in ("document.json", "context.json")
-    }
-    for name, owners in found.items():
+def _judge_documents(calls: Calls, contexts: set[tuple[str, str]], verdict: Verdict) -> None:
+    """Exactly the live contexts have documents and mirrors."""
+    for name in ("document.json", "context.json"):
+        owners = {(tenant, context_id) for _, tenant, context_id in _parts(calls, name)}
         for context in sorted(contexts - owners):
             verdict.findings.append(f"{context}: its {name} is missing")
-        for context in sorted((owners - contexts) & (told.deleted | told.expiring)):
+        for context in sorted(owners - contexts):
             verdict.findings.append(f"{context}: is gone, its {name} is not")
-    lone = found["document.json"] - contexts
-    if len(lone) > told.cut_short_registrations:
-        verdict.findings.append(f"documents of nobody: {sorted(lone)}")
 
 
 def _parts(calls: Calls, name: str) -> list[list[str]]:
@@ -150,9 +164,15 @@ async def _judge_leftovers(calls: Calls, verdict: Verdict) -> None:
     for tenant in TENANTS:
         contexts = (await stores.metadata.contexts(tenant, limit=1000)).records
         wanted = {record.cache_id for record in contexts}
+        stored_bytes = 0
         for cache_id, _ in await stores.metadata.live_generations(tenant):
             if cache_id not in wanted:
                 verdict.findings.append(f"{tenant}/{cache_id}: a record of a cache for nobody")
+            cache = await stores.metadata.cache(tenant, cache_id)
+            stored_bytes += cache.stored_bytes if cache else 0
+        usage = await stores.metadata.usage(tenant)
+        if usage != Usage(len(contexts), 0, stored_bytes):
+            verdict.findings.append(f"{tenant}: charged {usage}, has {stored_bytes} bytes")
 
 
 async def _leases(calls: Calls) -> list[str]:
