@@ -112,7 +112,7 @@ class FaultyBackend:
         """Fill buffers, or half of them, or with something else. Modifies: ``into``."""
         await self._before()
         if self._happens(self._faults.short):
-            await self._behind.read(key, start, into[: len(into) // 2])
+            await self._behind.read(key, start, _first_half(into))
             raise EOFError("injected: the read ends half-way")
         await self._behind.read(key, start, into)
         if self._happens(self._faults.flip):
@@ -169,3 +169,12 @@ class FaultyBackend:
                 view[place] ^= 1 << self._random.randrange(8)
                 return
             place -= len(view)
+
+
+def _first_half(into: Sequence[memoryview]) -> list[memoryview]:
+    room = sum(len(view) for view in into) // 2
+    half = []
+    for view in into:
+        half.append(view[:room])
+        room -= len(half[-1])
+    return half

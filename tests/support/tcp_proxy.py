@@ -19,6 +19,8 @@ class TcpProxy:
         self._writers: set[asyncio.StreamWriter] = set()
         self.url = ""
         self.connections = 0
+        self.bytes_asked = 0
+        """Handed on to the server so far."""
         self.delay_seconds = 0.0
         """Before each piece of an answer."""
         self.answer_bytes: int | None = None
@@ -38,34 +40,42 @@ class TcpProxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    async def until_asked(self, size_bytes: int) -> None:
+        """Return once so much has been handed on to the server."""
+        while self.bytes_asked < size_bytes:  # noqa: ASYNC110  # a look per chunk is enough
+            await asyncio.sleep(0.001)
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Stand between both ends of one connection until either is gone."""
         self.connections += 1
-        there, back = await asyncio.open_connection(self._behind.hostname, self._behind.port)
+        try:
+            there, back = await asyncio.open_connection(self._behind.hostname, self._behind.port)
+        except OSError:
+            writer.close()
+            return
         self._writers |= {writer, back}
         try:
             await asyncio.gather(
-                self._hand_on(reader, back, 0.0, None),
-                self._hand_on(there, writer, self.delay_seconds, self.answer_bytes),
+                self._hand_on(reader, back, asking=True),
+                self._hand_on(there, writer, asking=False),
             )
         finally:
             self._writers -= {writer, back}
 
     async def _hand_on(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        delay_seconds: float,
-        room: int | None,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, asking: bool
     ) -> None:
+        room = None if asking else self.answer_bytes
         # A connection that the other end has broken is over, and no news.
         with suppress(ConnectionError):
             while data := await reader.read(_CHUNK_BYTES):
-                await asyncio.sleep(delay_seconds)
+                await asyncio.sleep(0.0 if asking else self.delay_seconds)
                 await self._speaking.wait()
                 writer.write(data[:room])
                 await writer.drain()
-                if room is not None and (room := room - len(data)) <= 0:
+                if asking:
+                    self.bytes_asked += len(data)
+                elif room is not None and (room := room - len(data)) <= 0:
                     break
         writer.close()
 
