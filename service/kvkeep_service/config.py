@@ -67,7 +67,7 @@ class Settings(BaseSettings):
     data: Folder = Path("kvkeep-data")
     """The data directory of the embedded store: records, objects and one lock file."""
     redis_url: str | None = Field(None, min_length=1)
-    """A Redis of yours; None runs the embedded server in the data directory."""
+    """A Redis of yours, in one of the forms of docs/redis.md; None runs the embedded server."""
     store: str | None = Field(None, min_length=1)
     """``file://`` or ``s3://`` URL of the object store; None is a folder of the data directory."""
     disk_cache: Folder | None = None

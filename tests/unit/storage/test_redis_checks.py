@@ -1,15 +1,19 @@
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvkeep_storage.errors import Incompatible, MetadataUnavailable
-from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.metadata import Metadata, Started
 from kvkeep_storage.redis_checks import check_server
 from kvkeep_storage.redis_link import RedisLink
 
 from ...support.redis_servers import ValkeyProcess, running
-from .samples import TENANT, a_context
+from .samples import CACHE, TENANT, a_cache, a_context
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
@@ -18,6 +22,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
     with running(ValkeyProcess(tmp_path_factory.mktemp("valkey"))) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def _emptied(server: ValkeyProcess) -> None:
+    server.call("FLUSHALL")
 
 
 async def connect_and_close(url: str) -> None:
@@ -67,6 +76,42 @@ async def test_a_user_who_may_not_write_is_named_at_the_start(
     await connect_and_close(server.url.replace("//", "//reader:pw@"))
     (warning,) = warnings(caplog)
     assert "refuses writes" in warning
+
+
+async def test_the_documented_permissions_are_enough(server: ValkeyProcess) -> None:
+    document = (Path(__file__).parents[3] / "docs" / "redis.md").read_text()
+    (rights,) = re.findall(r"The user needs\s`([^`]*)`", document)
+    (patterns,) = re.findall(r"on the keys `([^`]*)`", document)
+    rules = [*rights.split(), *patterns.split(), "+info"]
+    server.call("ACL", "SETUSER", "service", "on", ">pw", *rules)
+    metadata = await Metadata.connect(server.url.replace("//", "//service:pw@"))
+    leases, jobs = Leases(metadata), Jobs(metadata, retry_seconds=0)
+    await metadata.create_context(a_context())
+    await metadata.patch_context(TENANT, "ctx_01", name="a name")
+    await jobs.enqueue(TENANT, "ctx_01")
+    job = await jobs.claim("w1", 0)
+    assert job is not None
+    assert await jobs.claim("w1", 0.01) is None
+    await jobs.heartbeat(job, "w1")
+    lease = await leases.acquire_build(TENANT, CACHE, "w1")
+    assert lease is not None
+    await leases.renew(lease)
+    assert await metadata.flip(a_cache(), lease=lease, now=1.0) == ["ctx_01"]
+    await leases.release(lease)
+    async with leases.read_lease(TENANT, CACHE):
+        assert await leases.readers(TENANT, CACHE) == 1
+    assert await metadata.touch_context(TENANT, "ctx_01", 2.0)
+    assert (await metadata.contexts(TENANT, limit=1)).records[0].status == "ready"
+    assert await metadata.idempotency_begin(TENANT, "key", "digest", 60) == Started()
+    assert await metadata.live_generations(TENANT) == {(CACHE, "gen1")}
+    assert (await metadata.delete_context(TENANT, "ctx_01")).existed
+    assert await jobs.ack(job)
+    assert await jobs.reconcile(metadata) == 0
+    await jobs.void_owners()
+    await leases.void_all()
+    await metadata.bind_store("store")
+    await metadata.recount(TENANT)
+    await metadata.close()
 
 
 async def test_a_wrong_password_is_said_without_repeating_it(server: ValkeyProcess) -> None:
