@@ -19,6 +19,7 @@ from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.errors import SettingsInvalid
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
 from kvkeep_service.stores import Stores, open_stores
@@ -72,10 +73,11 @@ async def running_application(
         store_bytes=settings.store_bytes,
     )
     upkeep = Upkeep(stores, sweeper, worker, interval_seconds=settings.sweep_interval_seconds)
+    metrics = Metrics(worker, None if stores.disk is None else stores.disk.stats)
     worker.start()
     upkeep.start()
     try:
-        yield build_application(registry, worker, settings), worker
+        yield build_application(registry, worker, metrics, settings), worker
     finally:
         await upkeep.stop()
         await worker.stop()

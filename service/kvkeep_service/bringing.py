@@ -5,6 +5,7 @@ Belongs to the event loop, as everything of residency does.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -103,6 +104,7 @@ class Loads:
         self._running: set[Load] = set()
         # Those that others may join; dropped and given up ones are no longer here.
         self._by_key: dict[CacheKey, list[Load]] = {}
+        self.failures: Counter[str] = Counter()
         self.counts: dict[CacheSource, _Count] = {
             "host": _Count(),
             "disk": _Count(),
@@ -259,6 +261,8 @@ class Loads:
             self._shelf.stop_growing(load.entry)
         if isinstance(error, Corrupt):
             self._shelf.explain(load.key, "corrupt")
+        if error is not None:
+            self.failures[getattr(error, "code", "internal")] += 1
         told = error or WorkerUnavailable("the load was given up")
         _settle(load.usable, told)
         _settle(load.whole, told)

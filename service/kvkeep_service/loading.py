@@ -19,7 +19,7 @@ from kvkeep_storage.errors import Invalid, NotFound
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
 from kvkeep_storage.manifest import Manifest
-from kvkeep_storage.sources import ObjectSource, Origin, Source
+from kvkeep_storage.sources import Origin, Source
 
 
 async def bring(
@@ -37,7 +37,7 @@ async def bring(
     used; elsewhere nothing is told before everything was copied.
     Raises: what ``load`` raises; NotFound, when the cache is not cut at these ratios.
     """
-    source = _Metered(ObjectSource(stores.objects))
+    source = _Metered(stores.source)
     arriving = _Arriving(first_ratio, device, receiver, source)
     try:
         loaded = await load(

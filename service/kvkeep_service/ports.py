@@ -153,12 +153,16 @@ class LoadCount:
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """How often caches were in memory, why not, and what bringing them took, since the start."""
+    """How often caches were in memory, why not, and what bringing them took, since the start.
+
+    ``failures`` are loads that failed, by the code of the error.
+    """
 
     hits: int
     misses: Mapping[MissReason, int]
     evictions: int
     loads: Mapping[CacheSource, LoadCount]
+    failures: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class Residency:
             misses=dict(self._misses),
             evictions=self._shelf.num_evicted,
             loads={source: count.snapshot() for source, count in self._loads.counts.items()},
+            failures=dict(self._loads.failures),
         )
 
     async def _fetch(self, key: CacheKey, lowest: float, ratio: float) -> Entry:

@@ -19,6 +19,7 @@ import uvicorn
 
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.registry import Registry
 from kvkeep_service.stores import Stores
 from kvkeep_storage.binding import bind_if_new
@@ -107,7 +108,7 @@ async def _serve(
         stores = Stores(metadata, objects, Leases(metadata), Jobs(metadata), chosen.quotas)
         worker = ScriptedWorker(stores)
         registry = Registry(stores, worker, default_ttl_seconds=chosen.default_ttl_seconds)
-        app = build_application(registry, worker, chosen)
+        app = build_application(registry, worker, Metrics(worker, None), chosen)
         builds = asyncio.create_task(worker.run_builds())
         # With the protocol named, asyncio switches Nagle's algorithm off.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:

@@ -22,6 +22,7 @@ from kvkeep_service.ports import (
     CompressionSpec,
     DocumentSpec,
     KernelsInfo,
+    LoadCount,
     ModelInfo,
     Prepared,
     QueryRequest,
@@ -127,7 +128,13 @@ class ScriptedWorker:
         return WorkerStats(0, 0, 0, self.running, 0, 0, self.alive)
 
     def cache_counts(self) -> CacheCounts:
-        return CacheCounts(hits=3, misses={"absent": 2}, evictions=1, loads={})
+        return CacheCounts(
+            hits=3,
+            misses={"absent": 2, "ratio": 1},
+            evictions=1,
+            loads={"store": LoadCount(2, 0.5, 4096)},
+            failures={"storage_unavailable": 1},
+        )
 
     async def run_builds(self) -> None:
         """Claim and build until cancelled."""

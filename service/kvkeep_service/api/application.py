@@ -7,11 +7,13 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from kvkeep_service.api import contexts, errors, health, queries
+from kvkeep_service.api import metrics as metrics_routes
 from kvkeep_service.api.envelope import Envelope
 from kvkeep_service.api.requests import Services
 from kvkeep_service.api.security import Gate
 from kvkeep_service.config import Settings
 from kvkeep_service.ids import new_request_id
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.ports import Worker
 from kvkeep_service.registry import Registry
 
@@ -37,7 +39,9 @@ class _Application(FastAPI):
         return super().openapi()
 
 
-def build_application(registry: Registry, worker: Worker, settings: Settings) -> FastAPI:
+def build_application(
+    registry: Registry, worker: Worker, metrics: Metrics, settings: Settings
+) -> FastAPI:
     """Build the application from what the composition root has opened, and will close.
 
     `config.Settings` has checked that an open host has a key.
@@ -56,8 +60,8 @@ def build_application(registry: Registry, worker: Worker, settings: Settings) ->
             Middleware(Gate, api_key=None if key is None else key.get_secret_value()),
         ],
     )
-    app.state.services = Services(registry, worker)
+    app.state.services = Services(registry, worker, metrics)
     errors.install(app)
-    for router in (contexts.router, queries.router, health.router):
+    for router in (contexts.router, queries.router, health.router, metrics_routes.router):
         app.include_router(router)
     return app

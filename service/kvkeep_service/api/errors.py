@@ -23,6 +23,7 @@ from kvkeep_service.errors import (
     ServiceError,
     Unauthenticated,
 )
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.telemetry import where
 from kvkeep_storage.errors import StorageError
 
@@ -213,6 +214,8 @@ def responses(*codes: str) -> dict[int | str, dict[str, Any]]:
 
 async def _handle(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
+    metrics: Metrics = request.app.state.services.metrics
+    metrics.problem(failure.code)
     if CATALOGUE[failure.code].status >= 500:
         _log.warning("request_failed", code=failure.code, where=where(error))
     return failure.response(request.url.path, request.state.request_id)

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvkeep_service.api.connection import ClientGone, while_connected
 from kvkeep_service.api.errors import CATALOGUE, failure_of
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.telemetry import where
 
 _log = structlog.get_logger(__name__)
@@ -107,6 +108,8 @@ class EventStream(EventSourceResponse):
 
     def _last_word(self, error: Exception) -> bytes:
         failure = failure_of(error)
+        metrics: Metrics = self._request.app.state.services.metrics
+        metrics.problem(failure.code)
         if CATALOGUE[failure.code].status >= 500:
             _log.warning("stream_failed", code=failure.code, where=where(error))
         problem = failure.problem(self._request.url.path, self._request.state.request_id)

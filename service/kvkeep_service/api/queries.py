@@ -18,6 +18,7 @@ from kvkeep_service.api.errors import BODY, COMMON, responses
 from kvkeep_service.api.events import event, start_stream
 from kvkeep_service.api.requests import (
     ContextId,
+    TheMetrics,
     TheRegistry,
     TheWorker,
     Wait,
@@ -29,6 +30,7 @@ from kvkeep_service.api.schemas import Query
 from kvkeep_service.api.security import Tenant
 from kvkeep_service.errors import ContextNotReady, WorkerUnavailable
 from kvkeep_service.ids import new_answer_id
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.ports import AnswerEvent, QueryRequest, Worker
 from kvkeep_service.registry import Askable
 
@@ -74,6 +76,7 @@ async def query_context(
     tenant: Tenant,
     registry: TheRegistry,
     worker: TheWorker,
+    metrics: TheMetrics,
     wait: Wait = None,
 ) -> Response:
     """Ask one question about a document; the answer comes whole or, with `stream`, in events.
@@ -95,9 +98,10 @@ async def query_context(
         asked = _request(tenant, context_id, askable, question, body)
         try:
             if body.stream:
-                return await start_stream(_stream(worker, asked), request)
+                return await start_stream(_stream(worker, metrics, asked), request)
             answer = await while_connected(request.receive, _collect(worker, asked))
-            return Response(_view(worker, asked, answer), media_type="application/json")
+            shown = _shown(worker, metrics, asked, answer)
+            return Response(shown, media_type="application/json")
         except ContextNotReady:
             # Loading has shown the cache to be wrong, and it is being built again.
             if time.monotonic() >= deadline:
@@ -112,11 +116,13 @@ async def _collect(worker: Worker, asked: QueryRequest) -> AnswerEvent:
     raise _ended_early()
 
 
-async def _stream(worker: Worker, asked: QueryRequest) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    worker: Worker, metrics: Metrics, asked: QueryRequest
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(worker.query(asked)) as events:
         async for item in events:
             if isinstance(item, AnswerEvent):
-                yield event("done", _view(worker, asked, item))
+                yield event("done", _shown(worker, metrics, asked, item))
                 return
             token = TokenView(text=item.text, index=item.index)
             yield event("token", token.model_dump_json())
@@ -149,6 +155,8 @@ def _request(
     )
 
 
-def _view(worker: Worker, asked: QueryRequest, answer: AnswerEvent) -> str:
+def _shown(worker: Worker, metrics: Metrics, asked: QueryRequest, answer: AnswerEvent) -> str:
+    """Render a whole answer. Modifies: the metrics, which count it."""
+    metrics.answered(answer)
     view = AnswerView.of(new_answer_id(), asked.context_id, worker.model.name, time.time(), answer)
     return view.to_json()

@@ -9,6 +9,7 @@ from fastapi import Depends, Path, Query, Request
 
 from kvkeep_service.api.schemas import WAIT_SECONDS_MAX
 from kvkeep_service.errors import InvalidEncoding, InvalidRequest, UnsupportedMediaType
+from kvkeep_service.metrics import Metrics
 from kvkeep_service.ports import Worker
 from kvkeep_service.registry import Registry
 
@@ -19,11 +20,17 @@ class Services:
 
     registry: Registry
     worker: Worker
+    metrics: Metrics
 
 
 def _registry(request: Request) -> Registry:
     services: Services = request.app.state.services
     return services.registry
+
+
+def _metrics(request: Request) -> Metrics:
+    services: Services = request.app.state.services
+    return services.metrics
 
 
 def _worker(request: Request) -> Worker:
@@ -79,6 +86,7 @@ def seconds_to_wait(parameter: float | None, field: float) -> float:
 
 ContextId = Annotated[str, Path(description="Id of the context: `ctx_` and 26 characters.")]
 TheRegistry = Annotated[Registry, Depends(_registry)]
+TheMetrics = Annotated[Metrics, Depends(_metrics)]
 TheWorker = Annotated[Worker, Depends(_worker)]
 Wait = Annotated[
     float | None,

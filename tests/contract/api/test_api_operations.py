@@ -83,6 +83,8 @@ def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -
         "GET /contexts/{context_id}",
         "PATCH /contexts/{context_id}",
         "DELETE /contexts/{context_id}",
+        "POST /contexts/{context_id}/prefetch",
+        "GET /metrics",
         "GET /contexts/{context_id}/document",
         "GET /contexts/{context_id}/events",
         "POST /contexts/{context_id}/query",

@@ -36,5 +36,5 @@ def watch_reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
             await reads.pass_by(key, start, sum(len(piece) for piece in into))
             await super().read_ranges(key, start, into)
 
-    monkeypatch.setattr("kvkeep_service.loading.ObjectSource", HeldSource)
+    monkeypatch.setattr("kvkeep_service.stores.ObjectSource", HeldSource)
     return reads

@@ -2,15 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import cast
 
 import pytest
+from fastapi import FastAPI
 from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.requests import Request
 from starlette.types import Message
 
 from kvkeep_service.api.connection import ClientGone, while_connected
 from kvkeep_service.api.events import EventStream, Relay, event
+from kvkeep_service.api.requests import Services
 from kvkeep_service.errors import Overloaded
+from kvkeep_service.metrics import Metrics
+from kvkeep_service.ports import Worker
+from kvkeep_service.registry import Registry
 
 pytestmark = pytest.mark.anyio
 
@@ -52,8 +58,12 @@ async def leaves() -> Message:
 
 
 def request() -> Request:
+    app = FastAPI()
+    # Neither is asked for anything by a stream.
+    worker, registry = cast(Worker, None), cast(Registry, None)
+    app.state.services = Services(registry, worker, Metrics(worker, None))
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""}
-    return Request({**scope, "server": ("h", 1), "state": {"request_id": "req_1"}})
+    return Request({**scope, "app": app, "server": ("h", 1), "state": {"request_id": "req_1"}})
 
 
 async def sent(relay: Relay, receive: Receive) -> bytes:
