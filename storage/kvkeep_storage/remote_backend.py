@@ -254,5 +254,7 @@ def _reason(text: str) -> str:
         return ": ".join([f"{status[1]} {status[2].strip()}".strip(), *details])
     if "HTTP error" in text:
         causes = [next(filter(None, found)) for found in _CAUSE.findall(text)]
+        if "BadScheme" in causes:
+            return "http:// is used only where the endpoint in the store's URL says so"
         return f"no answer ({causes[-1]})" if causes else "no answer"
     return text.partition("\n")[0]

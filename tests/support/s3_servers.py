@@ -140,9 +140,9 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment of whoever may do everything, and no other setting for S3 in it."""
-    for name in os.environ:
-        if name.startswith("AWS_"):
+    """The environment of whoever may do everything, and no other setting of requests in it."""
+    for name in tuple(os.environ):
+        if name.startswith("AWS_") or name.upper() in ("HTTP_PROXY", "ALL_PROXY"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)

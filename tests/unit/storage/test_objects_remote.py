@@ -223,6 +223,41 @@ async def test_field_31_uploads_with_a_checksum_are_taken(
 
 
 @pytest.mark.parametrize(
+    ("path_style", "asked"),
+    [
+        ("true", "http://s3.test:9000/bucket/prefix/a/x"),
+        ("false", "http://bucket.s3.test:9000/prefix/a/x"),
+    ],
+)
+async def test_field_31_style_and_region_of_requests_are_those_of_the_url(
+    path_style: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[str] = []
+
+    async def take_down(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.close()
+
+    # Names that nobody resolves reach whoever stands in for every host.
+    async with await asyncio.start_server(take_down, "127.0.0.1", 0) as proxy:
+        port = proxy.sockets[0].getsockname()[1]
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{port}")
+        url = S3Server("nobody", "http://s3.test:9000").url(
+            "prefix", bucket="bucket", path_style=path_style, region="eu-north-9"
+        )
+        with pytest.raises(ObjectsUnavailable):
+            await Objects.open(url).size("a/x")
+    assert heads[0].startswith(f"HEAD {asked} HTTP/1.1\r\n")
+    assert "/eu-north-9/s3/aws4_request" in heads[0]
+
+
+async def test_plain_http_needs_to_be_asked_for_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", unused_url())
+    with pytest.raises(ObjectsUnavailable, match="only where the endpoint in the store's URL says"):
+        await Objects.open("s3://bucket/prefix").get("x")
+
+
+@pytest.mark.parametrize(
     ("status", "code"),
     [(507, "InsufficientStorage"), (507, "XMinioStorageFull"), (403, "QuotaExceeded")],
 )
