@@ -66,15 +66,13 @@ def replace(path: Path, content: bytes, *, root: Path) -> None:
 
 
 def delete(path: Path, *, root: Path) -> None:
-    """Remove a file and the directories that it leaves empty; a missing file is success.
+    """Remove a file and the directories above it that are empty then; none there is success.
 
-    The removal is on disk when this returns. Modifies: ``path`` and its parents below
-    ``root``. Raises: OSError.
+    Directories alone are what a write leaves that found no space. The removal is on disk when
+    this returns. Modifies: ``path`` and its parents below ``root``. Raises: OSError.
     """
-    try:
+    with suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        return
     # When somebody else removed the emptied directory meanwhile, the file went with it.
     with suppress(FileNotFoundError):
         _sync_directory(path.parent)
@@ -218,7 +216,9 @@ def _sync_directory(directory: Path) -> None:
 def _remove_if_empty(directory: Path) -> bool:
     try:
         directory.rmdir()
+    except FileNotFoundError:
+        return True
     except OSError:
-        # In use again, or already gone: either way it is not ours to remove.
+        # In use, or in use again.
         return False
     return True

@@ -17,6 +17,7 @@ from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.load import LoadedCache
 from kvkeep_storage.lone_documents import delete_lone_document, lone_documents
+from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, ContextRecord, Expiry
 from kvkeep_storage.reindex import ReindexReport, reindex
 from kvkeep_storage.sweeper import Sweeper, SweepReport
@@ -85,6 +86,12 @@ class Calls:
                 yield cls(stores, remover, root)
             finally:
                 await remover.close()
+
+    def on(self, objects: Objects) -> "Calls":
+        """The same, with the objects of another store."""
+        stores = replace(self.stores, objects=objects)
+        remover = Remover(stores, SyntheticWorker())  # type: ignore[arg-type]
+        return replace(self, stores=stores, remover=remover)
 
     async def register(
         self, tenant: str, number: int, ratio: float, expires_seconds: int | None

@@ -137,6 +137,10 @@ def test_delete_removes_the_file_and_what_it_leaves_empty(tmp_path: Path) -> Non
 
 def test_deleting_what_is_missing_is_success(tmp_path: Path) -> None:
     durable.delete(tmp_path / "no" / "such", root=tmp_path)
+    # A write that found no space has left the directories that it made.
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    durable.delete(tmp_path / "a" / "b" / "never written", root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_deletion_is_on_disk_before_it_returns(
