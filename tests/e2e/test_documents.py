@@ -23,7 +23,7 @@ def test_an_empty_document_is_refused(server: Server) -> None:
         assert _problem(response) == (422, "empty_document")
 
 
-def test_one_word_is_accepted_and_nothing_of_it_is_evicted(server: Server) -> None:
+def test_field_41_one_word_is_accepted_and_nothing_of_it_is_evicted(server: Server) -> None:
     context = server.create("Indemnity")
     assert context["compression"]["policy"] == "kvzip"
     assert context["compression"]["policy_applied"] == "none"
@@ -31,7 +31,7 @@ def test_one_word_is_accepted_and_nothing_of_it_is_evicted(server: Server) -> No
     assert server.ask(context["id"], QUESTION)["ratio"] == 1.0
 
 
-def test_a_long_enough_document_is_compressed_to_the_ratio_asked(server: Server) -> None:
+def test_field_42_a_long_enough_document_is_compressed_to_the_ratio_asked(server: Server) -> None:
     compression = {"ratio": 0.2}
     shown = server.create(contract("Ratios", 30), compression=compression)["compression"]
     assert shown["policy_applied"] == "kvzip"

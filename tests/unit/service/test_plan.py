@@ -35,7 +35,7 @@ def test_field_59_a_build_plans_what_registering_promised(planner: Planner) -> N
     assert torch.equal(again.document.protected, promised.document.protected)
 
 
-def test_the_stored_prefix_is_used_whatever_the_template_would_write_now(
+def test_field_39_the_stored_prefix_is_used_whatever_the_template_would_write_now(
     planner: Planner,
 ) -> None:
     plan = planner.plan("acme", SHORT, PLAIN, "Another prefix. ")
@@ -51,7 +51,7 @@ def test_the_ratio_is_no_part_of_the_identity(planner: Planner) -> None:
     assert len(digests) == 1
 
 
-def test_everything_that_changes_an_answer_changes_the_identity(
+def test_field_10_everything_that_changes_an_answer_changes_the_identity(
     planner: Planner, tiny: LoadedModel
 ) -> None:
     def digest(

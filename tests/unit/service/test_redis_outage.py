@@ -145,7 +145,7 @@ async def test_a_redis_flushed_in_mid_build_ends_it_and_a_reindex_brings_it_back
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["replicated", "not yet replicated"])
-async def test_a_failover_in_mid_build_commits_it_once(
+async def test_field_30_a_failover_in_mid_build_commits_it_once(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     monkeypatch.setattr("kvkeep_service.heartbeat._PROGRESS_SECONDS", 0.001)

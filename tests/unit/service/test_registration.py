@@ -52,7 +52,9 @@ async def test_an_equal_cache_makes_it_ready_without_a_job_and_the_mirror_knows(
     assert mirror["generation"] == cache.generation
 
 
-async def test_two_tenants_never_share_a_cache(registry: Registry, worker: ScriptedWorker) -> None:
+async def test_field_36_two_tenants_never_share_a_cache(
+    registry: Registry, worker: ScriptedWorker
+) -> None:
     context_id = await built(registry, worker)
     other = await registry.register("other", WANTED)
     assert other.status == "queued"

@@ -108,7 +108,7 @@ async def test_the_nodes_of_a_cluster_do_refuse_keys_of_several_slots(
         raw.mget("kvkeep:{a}:x", "kvkeep:{b}:x")
 
 
-async def test_every_record_of_every_tenant_is_read_back(metadata: Metadata) -> None:
+async def test_field_30_every_record_of_every_tenant_is_read_back(metadata: Metadata) -> None:
     ids = [f"ctx_{number:03}" for number in range(120)]
     for tenant in TENANTS:
         await asyncio.gather(

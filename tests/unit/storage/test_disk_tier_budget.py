@@ -198,7 +198,7 @@ async def test_what_the_books_say_wrongly_is_found_out(
 
 
 @pytest.mark.usefixtures("_equal_costs")
-async def test_files_that_vanish_make_room_and_are_fetched_again(
+async def test_field_29_files_that_vanish_make_room_and_are_fetched_again(
     objects: CountedObjects, open_tier: OpenTier, disk: Path
 ) -> None:
     """Existence is never taken from memory: an entry that is gone is a miss, not an error."""
