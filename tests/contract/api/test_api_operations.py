@@ -84,6 +84,7 @@ def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -
         "PATCH /contexts/{context_id}",
         "DELETE /contexts/{context_id}",
         "POST /contexts/{context_id}/prefetch",
+        "POST /contexts/{context_id}/rebuild",
         "GET /metrics",
         "GET /contexts/{context_id}/document",
         "GET /contexts/{context_id}/events",
