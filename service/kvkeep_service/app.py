@@ -18,10 +18,10 @@ from fastapi import FastAPI
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
-from kvkeep_service.errors import SettingsInvalid
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
+from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_service.upkeep import Upkeep
 from kvkeep_service.worker import LocalWorker

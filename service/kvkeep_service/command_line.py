@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep_service.config import Settings, load_settings
-from kvkeep_service.errors import StartRefused
+from kvkeep_service.start_errors import StartRefused
 from kvkeep_service.telemetry import set_up_logging
 from kvkeep_storage.errors import StorageError
 

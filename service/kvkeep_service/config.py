@@ -29,7 +29,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvkeep_service.errors import SettingsInvalid
+from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.faults import Faults
 from kvkeep_storage.quotas import Quotas

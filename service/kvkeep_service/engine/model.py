@@ -29,8 +29,8 @@ from kvkeep_service.engine.gguf import (
     quiet_progress,
 )
 from kvkeep_service.engine.template import ChatTemplate
-from kvkeep_service.errors import ModelUnavailable, ModelUnsupported, SettingsInvalid
 from kvkeep_service.ports import KernelsInfo, ModelInfo
+from kvkeep_service.start_errors import ModelUnavailable, ModelUnsupported, SettingsInvalid
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

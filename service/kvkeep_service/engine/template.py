@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvkeep_service.errors import InvalidRequest, ModelUnsupported, TemplateChangesPrefix
+from kvkeep_service.errors import InvalidRequest, TemplateChangesPrefix
+from kvkeep_service.start_errors import ModelUnsupported
 
 # Private-use characters: no template writes them, and user text is cleared of them.
 _MARK_START, _MARK_END = "\U000f0000", "\U000f0001"

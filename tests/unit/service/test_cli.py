@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from kvkeep_service import app as app_module
 from kvkeep_service import cli, command_line
 from kvkeep_service.config import Settings
-from kvkeep_service.errors import ModelUnavailable
+from kvkeep_service.start_errors import ModelUnavailable
 from kvkeep_storage.embedded import EmbeddedStore
 
 

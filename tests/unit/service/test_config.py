@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvkeep_service.config import Settings, is_loopback, load_settings
-from kvkeep_service.errors import SettingsInvalid
+from kvkeep_service.start_errors import SettingsInvalid
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from kvkeep_service.engine.decode import (
 )
 from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
 from kvkeep_service.engine.model import LoadedModel, check_supported, load_model
-from kvkeep_service.errors import ModelUnavailable, ModelUnsupported
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
+from kvkeep_service.start_errors import ModelUnavailable, ModelUnsupported
 
 from .models import run_build, tiny_config
 
