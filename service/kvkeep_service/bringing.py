@@ -204,7 +204,6 @@ class Loads:
     def place_first(self, load: Load) -> None:
         """Let others find what a load has brought so far. Modifies: the shelf."""
         load.has_first = True
-        load.is_kept = not load.is_dropped
         self._placed(load)
 
     def _start(self, load: Load) -> Load:
@@ -314,6 +313,8 @@ class _Arrivals:
     def first(self) -> None:
         """As ``Receiver.first``."""
         load = self._load
+        # What is verified by now is worth to be kept, however soon its question ends.
+        load.is_kept = not load.is_dropped
         if load.first_ratio < load.ratio:
             self._loads.place_first(load)
 

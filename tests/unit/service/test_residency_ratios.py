@@ -140,6 +140,20 @@ async def test_layers_that_are_still_arriving_can_be_asked_by_who_waits_for_them
     assert at_rest(residency) == (1, 0, 9, 0)
 
 
+async def test_a_question_that_ends_before_its_load_is_no_reason_to_throw_that_away(
+    residency: Residency, store: Store
+) -> None:
+    whole = a_context(9, HIGH)
+    asker = Asker(residency, A, 0.3)
+    receiver = await store.begun()
+    receiver.usable(whole, "store")
+    receiver.first()
+    await asker.pinned()
+    await asker.let_go()
+    await store.end(whole)
+    assert at_rest(residency) == (1, 0, 9, 0)
+
+
 async def test_a_load_whose_layers_nobody_uses_any_more_ends(
     residency: Residency, store: Store
 ) -> None:

@@ -12,6 +12,7 @@ from kvkeep_service.errors import ContextNotReady, Overloaded
 from kvkeep_service.ports import AnswerEvent, CompressionSpec, QueryRequest
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
+from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.errors import ObjectsUnavailable
 
 from .engine.gated import PATIENCE_SECONDS
@@ -231,3 +232,26 @@ async def test_a_lone_question_is_read_while_later_layers_arrive(
     answer = await asking
     assert answer.token_ids == whole
     assert answer.timings.source == "store"
+
+
+async def test_an_answer_says_whether_its_cache_came_from_the_disk_tier_or_the_store(
+    stores: Stores, tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    disk = DiskTier.open(stores.objects, tmp_path_factory.mktemp("disk"), 2**30)
+    async with serving(replace(stores, disk=disk), tiny) as service:
+        request = await cold(service)
+        sources, answers = [], []
+        for ratio in (0.1, 0.1, 0.3):
+            answer = await service.answer(replace(request, ratio=ratio))
+            sources.append(answer.timings.source)
+            answers.append(answer.token_ids)
+            await at_rest(service)
+            await service.worker.drop(TENANT, request.cache_id)
+        assert sources[:2] == ["store", "disk"]
+        assert answers[0] == answers[1]
+        counted = service.worker.cache_counts().loads
+        assert (counted["store"].loads, counted["disk"].loads) == (
+            sources.count("store"),
+            sources.count("disk"),
+        )
+    await disk.close()
