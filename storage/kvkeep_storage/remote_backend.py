@@ -8,6 +8,7 @@ whole operation (``retries.retrying``) stays within the same number of attempts.
 import errno
 import os
 import re
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store, from_url
 
+from kvkeep_storage import durable
 from kvkeep_storage.backends import ObjectInfo, RemoteTrouble
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.retries import ATTEMPTS, PAUSE_SECONDS_FIRST, PAUSE_SECONDS_MAX
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 # counts as the server's: 32 MiB in 10 s is less than the rate at which transfers count as stalled.
 _PART_BYTES = 8 * 1024 * 1024
 _PARTS_AT_ONCE = 4
+# As many as a server puts on one page.
+_OBJECTS_PER_PAGE = 1000
 _CONNECT_SECONDS = 5
 # Of the deadline of an operation: what is left after one silence is enough to try again.
 _SILENCE_SHARE = 1 / 3
@@ -144,7 +148,7 @@ class RemoteBackend:
 
     async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectInfo]]:
         """Every object below a directory, a page at a time."""
-        stream = aiter(obstore.list(self._store, prefix))
+        stream = aiter(obstore.list(self._store, prefix, chunk_size=_OBJECTS_PER_PAGE))
         while True:
             with _translated(prefix):
                 page = await anext(stream, None)
@@ -153,6 +157,7 @@ class RemoteBackend:
             yield [
                 ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for meta in page
+                if not durable.is_temporary(meta["path"])
             ]
 
     async def directories(self, prefix: str) -> list[str]:
@@ -162,9 +167,16 @@ class RemoteBackend:
         return [path.rpartition("/")[2] for path in listing["common_prefixes"]]
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:
-        """Nothing: unfinished uploads are out of sight; rules of the bucket end them."""
-        del older_than_seconds
-        return []
+        """Remove what checks left at the top; unfinished uploads are out of sight."""
+        with _translated(""):
+            listing = await obstore.list_with_delimiter_async(self._store)
+        removed = []
+        for meta in listing["objects"]:
+            age_seconds = time.time() - meta["last_modified"].timestamp()
+            if durable.is_temporary(meta["path"]) and age_seconds >= older_than_seconds:
+                await self.delete(meta["path"])
+                removed.append(meta["size"])
+        return removed
 
 
 def _client(deadline_seconds: float) -> "ClientConfig":

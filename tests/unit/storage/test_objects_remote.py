@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.errors import Conflict, Full, NotFound, ObjectsUnavailable
 from kvkeep_storage.faults import Faults
 from kvkeep_storage.objects import Objects
@@ -357,3 +358,12 @@ async def test_field_33_a_lost_reply_to_the_end_of_an_upload_is_decided_by_what_
     with pytest.raises(Conflict):
         await lossy.put_if_absent("manifest", b"1")
     assert await lossy.get("manifest") == b"1"
+
+
+async def test_listings_of_more_than_a_page_are_whole(seaweed: Seaweed) -> None:
+    store = Objects.open(seaweed.server.url(fresh_prefix()))
+    names = [f"{n:04d}" for n in range(1003)]
+    await run_together((store.put(f"a/{name}/x", b"1") for name in names), limit=32)
+    assert sorted(await store.directories_below("a")) == names
+    found = await store.objects_below("a")
+    assert sorted(item.key for item in found) == [f"a/{name}/x" for name in names]
