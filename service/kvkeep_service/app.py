@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
+from kvkeep_service.host_tier import HostTier, pinned_memory
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
@@ -57,6 +58,7 @@ async def running_application(
         owner=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         max_queue=settings.max_queue,
         resident_bytes=settings.resident_bytes,
+        host=_host_tier(settings, loaded),
         threads=settings.threads,
     )
     registry = Registry(
@@ -82,6 +84,13 @@ async def running_application(
         await upkeep.stop()
         await worker.stop()
         await registry.close()
+
+
+def _host_tier(settings: Settings, loaded: LoadedModel) -> HostTier | None:
+    """None on a CPU, whose caches are in host memory anyway."""
+    if loaded.language_model.device.type != "cuda" or not settings.host_bytes:
+        return None
+    return HostTier(settings.host_bytes, pinned_memory)
 
 
 async def serve(settings: Settings, announce: Callable[[str], None]) -> None:

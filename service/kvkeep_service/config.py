@@ -94,6 +94,8 @@ class Settings(BaseSettings):
     """Queries that may wait for the engine; one more is answered 503 overloaded."""
     resident_bytes: int = Field(4 * 2**30, ge=0)
     """Budget for caches held in the engine's memory."""
+    host_bytes: int = Field(4 * 2**30, ge=0)
+    """Budget for copies of loaded caches in page-locked host memory, on a GPU; 0 keeps none."""
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
     tenant_bytes: int | None = Field(None, ge=0)

@@ -1,6 +1,7 @@
 """One cache from storage to the engine: read, verified, made tensors of, and told as it comes."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ from kvkeep_service.bringing import Brought, Receiver
 from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.errors import WorkerUnavailable
+from kvkeep_service.host_tier import HostTier
 from kvkeep_service.ports import CacheSource
 from kvkeep_service.rows import to_engine
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 from kvkeep_storage.arrival import ArrivingRows
+from kvkeep_storage.artifact import CacheRows
 from kvkeep_storage.errors import Invalid, NotFound
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
@@ -30,13 +33,20 @@ async def bring(
     ratio: float,
     first_ratio: float,
     receiver: Receiver,
+    host: HostTier | None,
 ) -> Brought:
     """Implements ``bringing.Bring`` for one model and device.
 
     On a CPU the engine reads the very buffers that are being filled, so a part of them can be
-    used; elsewhere nothing is told before everything was copied.
+    used; elsewhere nothing is told before everything was copied, from the ``host`` tier where
+    that has it.
     Raises: what ``load`` raises; NotFound, when the cache is not cut at these ratios.
     """
+    if host is not None and (kept := host.find(key, ratio)) is not None:
+        receiver.room(_size_of(kept.rows))
+        context = await asyncio.to_thread(to_engine, kept.rows, kept.num_tokens, device)
+        return Brought(context, "host", context.size_bytes)
+    started = time.perf_counter()
     source = _Metered(stores.source)
     arriving = _Arriving(first_ratio, device, receiver, source)
     try:
@@ -57,13 +67,14 @@ async def bring(
         if isinstance(error, Invalid) and error.field in ("ratio", "first_ratio"):
             raise NotFound("cache", f"{key.cache_id} at ratio {ratio}") from error
         raise
+    num_tokens, seconds = loaded.manifest.tokens_total, time.perf_counter() - started
     if arriving.context is not None:
         counts = torch.from_numpy(loaded.rows.counts)
         context = arriving.context.extended(counts, loaded.rows.ratios)
     else:
-        context = await asyncio.to_thread(
-            to_engine, loaded.rows, loaded.manifest.tokens_total, device
-        )
+        context = await asyncio.to_thread(to_engine, loaded.rows, num_tokens, device)
+    if host is not None:
+        host.keep(key, loaded.rows, num_tokens, cost_seconds=seconds)
     return Brought(context, loaded.source, source.read_bytes)
 
 
@@ -110,7 +121,7 @@ class _Arriving:
         self.context: ResidentContext | None = None
 
     def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
-        self._receiver.room(sum(layer.k.nbytes + layer.v.nbytes for layer in rows.layers))
+        self._receiver.room(_size_of(rows))
         if self._device.type != "cpu":
             return
         whole = to_engine(rows, manifest.tokens_total, self._device)
@@ -137,3 +148,7 @@ class _Arriving:
             # A cancellation is the load's own; it must not cancel those who hear of it.
             told = error if isinstance(error, Exception) else WorkerUnavailable("it was given up")
             self._arrival.fail(told)
+
+
+def _size_of(rows: ArrivingRows | CacheRows) -> int:
+    return sum(layer.k.nbytes + layer.v.nbytes for layer in rows.layers)

@@ -95,6 +95,8 @@ class _Snapshot(Collector):
 def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
     yield _gauge("resident_bytes", "K and V held in memory or being filled.", stats.resident_bytes)
     yield _gauge("resident_caches", "Caches a question would find.", stats.resident_caches)
+    yield _gauge("host_bytes", "Caches kept in host memory for a GPU.", stats.host_bytes)
+    yield _gauge("host_caches", "Caches whose rows are in host memory.", stats.host_caches)
     yield _gauge("pinned_caches", "Caches in use; 0 at idle.", stats.pinned_caches)
     yield _gauge("running_loads", "Caches being brought; 0 at idle.", stats.running_loads)
     yield _gauge("running_queries", "Questions in the engine.", stats.running_queries)

@@ -177,6 +177,8 @@ class WorkerStats:
     running_builds: int
     alive: bool
     running_loads: int = 0
+    host_caches: int = 0
+    host_bytes: int = 0
 
 
 class Worker(Protocol):
@@ -215,11 +217,11 @@ class Worker(Protocol):
         ...
 
     async def drop(self, tenant: str, cache_id: str) -> None:
-        """Forget a resident cache once its running queries end. Modifies residency only."""
+        """Forget a cache once its running queries end, here and in host memory."""
         ...
 
     def resident(self) -> list[tuple[str, str]]:
-        """Tenant and id of every cache that a query would find in memory."""
+        """Tenant and id of every cache that a query would find here or in host memory."""
         ...
 
     def stats(self) -> WorkerStats:

@@ -14,6 +14,7 @@ from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import ContextModelMismatch, Overloaded, QuestionTooLong
+from kvkeep_service.host_tier import HostTier
 from kvkeep_service.loading import bring
 from kvkeep_service.plan import Planner
 from kvkeep_service.ports import (
@@ -54,9 +55,10 @@ class LocalWorker:
         owner: str,
         max_queue: int,
         resident_bytes: int,
+        host: HostTier | None = None,
         threads: int | None = None,
     ) -> None:
-        """Nothing runs until ``start``."""
+        """Nothing runs until ``start``. ``host`` is for a device with memory of its own."""
         self._loaded = loaded
         self._stores = stores
         self._recovery = recovery
@@ -68,6 +70,7 @@ class LocalWorker:
             grows_in_place=loaded.language_model.device.type == "cpu",
             on_failure=self._load_failed,
         )
+        self._host = host
         self._recoveries: set[asyncio.Task[None]] = set()
         self._builder = Builder(
             stores,
@@ -92,6 +95,8 @@ class LocalWorker:
         """End builds (they return to the queue) and queries, then the engine's thread."""
         await self._builder.stop()
         await self._residency.close()
+        if self._host is not None:
+            await self._host.close()
         await asyncio.gather(*self._recoveries)
         if not await asyncio.to_thread(self._scheduler.stop, _STOP_SECONDS):
             _log.warning("engine_left_busy", after_seconds=_STOP_SECONDS)
@@ -157,14 +162,19 @@ class LocalWorker:
     async def drop(self, tenant: str, cache_id: str) -> None:
         """As ``ports.Worker.drop``."""
         self._residency.drop(CacheKey(tenant, cache_id))
+        if self._host is not None:
+            self._host.drop(CacheKey(tenant, cache_id))
 
     def resident(self) -> list[tuple[str, str]]:
         """As ``ports.Worker.resident``."""
-        return [(key.tenant, key.cache_id) for key in self._residency.keys]
+        in_host_memory = [] if self._host is None else self._host.keys
+        held = {*self._residency.keys, *in_host_memory}
+        return [(key.tenant, key.cache_id) for key in sorted(held)]
 
     def stats(self) -> WorkerStats:
         """As ``ports.Worker.stats``."""
         engine = self._scheduler.stats()
+        host = None if self._host is None else self._host.stats()
         return WorkerStats(
             resident_caches=self._residency.num_caches,
             resident_bytes=self._residency.size_bytes,
@@ -174,6 +184,8 @@ class LocalWorker:
             running_builds=self._builder.num_running,
             alive=engine.is_alive,
             running_loads=self._residency.num_loads,
+            host_caches=host.entries if host else 0,
+            host_bytes=host.size_bytes if host else 0,
         )
 
     def cache_counts(self) -> CacheCounts:
@@ -185,7 +197,14 @@ class LocalWorker:
     ) -> Brought:
         device = self._loaded.language_model.device
         return await bring(
-            self._stores, self._planner.identity, device, key, ratio, first_ratio, receiver
+            self._stores,
+            self._planner.identity,
+            device,
+            key,
+            ratio,
+            first_ratio,
+            receiver,
+            self._host,
         )
 
     def _load_failed(self, key: CacheKey, error: Exception) -> None:

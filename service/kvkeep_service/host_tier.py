@@ -1,0 +1,183 @@
+"""Verified caches in host memory, for when the device's copy has been given up.
+
+Only where the engine computes on a device with memory of its own: on a CPU its caches are in
+host memory anyway, and there is no such tier. A copy is made behind a load, so that giving the
+device's up costs nothing later; bytes go back to the device from it, bit for bit. What was built
+here and never loaded has no copy: its first load comes from the store.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+import structlog
+import torch
+
+from kvkeep_service.shelf import CacheKey
+from kvkeep_storage.artifact import CacheRows, Int32Array, LayerRows, RowBytes
+from kvkeep_storage.lru import CostAwareLru
+
+_log = structlog.get_logger(__name__)
+
+Allocate: TypeAlias = Callable[[int], memoryview]
+
+# Every array begins at a multiple of this: enough for any dtype, and for whole cache lines.
+_ALIGNED_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCopy:
+    """The rows of a cache, and its document's length in tokens."""
+
+    rows: CacheRows
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    """A snapshot; ``size_bytes`` counts what is being copied too."""
+
+    entries: int
+    size_bytes: int
+    budget_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+class HostTier:
+    """Copies by cache, in a byte budget. Belongs to the event loop."""
+
+    def __init__(self, budget_bytes: int, allocate: Allocate) -> None:
+        """``allocate`` gives writable memory of so many bytes, or raises."""
+        self._allocate = allocate
+        self._copies: dict[CacheKey, HostCopy] = {}
+        self._coming: dict[CacheKey, object] = {}
+        self._lru: CostAwareLru[CacheKey] = CostAwareLru(budget_bytes)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hits = self._misses = self._evictions = 0
+
+    @property
+    def keys(self) -> list[CacheKey]:
+        """The caches that have a copy."""
+        return list(self._copies)
+
+    def find(self, key: CacheKey, ratio: float) -> HostCopy | None:
+        """The copy of a cache that is cut at a ratio, if there is one; this counts as a use."""
+        found = self._copies.get(key)
+        if found is None or ratio not in found.rows.ratios:
+            self._misses += 1
+            return None
+        self._hits += 1
+        self._lru.touch(key)
+        return found
+
+    def keep(self, key: CacheKey, rows: CacheRows, num_tokens: int, *, cost_seconds: float) -> None:
+        """Begin to copy a cache that was just loaded, if the budget has room for it.
+
+        ``cost_seconds`` is what the load took.
+        """
+        size_bytes = _size_of(rows)
+        if key in self._coming or self._has(key, rows) or not self._make_room(key, size_bytes):
+            return
+        coming = self._coming[key] = object()
+        self._lru.put(key, size_bytes, cost_seconds)
+        self._lru.pin(key)
+        task = asyncio.create_task(self._copy(key, rows, num_tokens, coming))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for the copies that are being made."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def drop(self, key: CacheKey) -> None:
+        """Forget a cache, also one that is being copied."""
+        self._coming.pop(key, None)
+        self._copies.pop(key, None)
+        self._lru.remove(key)
+
+    def stats(self) -> HostStats:
+        """Counts as of now."""
+        return HostStats(
+            entries=len(self._copies),
+            size_bytes=self._lru.size_bytes,
+            budget_bytes=self._lru.budget_bytes,
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+        )
+
+    async def _copy(self, key: CacheKey, rows: CacheRows, num_tokens: int, coming: object) -> None:
+        copied: CacheRows | None = None
+        try:
+            copied = await asyncio.to_thread(_copied, rows, self._allocate)
+        except (MemoryError, RuntimeError) as error:
+            # What torch raises when no more memory can be pinned.
+            _log.warning("host_copy_failed", cache=key.cache_id, error=type(error).__name__)
+        finally:
+            # Unless it was dropped in the meantime.
+            if self._coming.get(key) is coming:
+                del self._coming[key]
+                self._lru.unpin(key)
+                if copied is None:
+                    self._lru.remove(key)
+                else:
+                    self._copies[key] = HostCopy(copied, num_tokens)
+
+    def _has(self, key: CacheKey, rows: CacheRows) -> bool:
+        found = self._copies.get(key)
+        return found is not None and set(found.rows.ratios) >= set(rows.ratios)
+
+    def _make_room(self, key: CacheKey, size_bytes: int) -> bool:
+        """Give up what the budget has no room for beside a new copy; False when that is not enough.
+
+        A copy of the same cache with fewer bands goes in any case.
+        """
+        if size_bytes > self._lru.budget_bytes:
+            return False
+        self.drop(key)
+        for victim in self._lru.victims(size_bytes):
+            self._lru.evict(victim)
+            del self._copies[victim]
+            self._evictions += 1
+        return self._lru.size_bytes + size_bytes <= self._lru.budget_bytes
+
+
+def pinned_memory(num_bytes: int) -> memoryview:
+    """Page-locked memory, from which CUDA copies without a detour. Raises: RuntimeError."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+
+
+def _size_of(rows: CacheRows) -> int:
+    arrays = ((layer.k, layer.v, layer.position) for layer in rows.layers)
+    return sum(_aligned(array.nbytes) for layer in arrays for array in layer)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _copied(rows: CacheRows, allocate: Allocate) -> CacheRows:
+    memory = np.frombuffer(allocate(_size_of(rows)), np.uint8)
+    used_bytes = 0
+
+    def copy(array: RowBytes | Int32Array) -> RowBytes:
+        nonlocal used_bytes
+        place = memory[used_bytes : used_bytes + array.nbytes]
+        place[:] = array.reshape(-1).view(np.uint8)
+        used_bytes += _aligned(array.nbytes)
+        return place
+
+    layers = tuple(
+        LayerRows(
+            copy(layer.k).reshape(layer.k.shape),
+            copy(layer.v).reshape(layer.v.shape),
+            copy(layer.position).view(np.int32),
+        )
+        for layer in rows.layers
+    )
+    return replace(rows, layers=layers)
