@@ -320,13 +320,8 @@ class QuotaExceeded(Busy):
         self, quota: str, limit: int, used: int, asked: int, retry_after_seconds: int
     ) -> None:
         """Name the quota ("contexts", "queued" or "bytes"), and all three in its unit."""
-        super().__init__(
-            f"the quota of {quota} is {limit}; {used} are used and {asked} more were asked for",
-            quota=quota,
-            limit=limit,
-            used=used,
-            asked=asked,
-        )
+        detail = f"the quota of {quota} is {limit}; {used} are used, {asked} more were asked for"
+        super().__init__(detail, quota=quota, limit=limit, used=used, asked=asked)
         self.retry_after_seconds = retry_after_seconds
 
 

@@ -180,8 +180,12 @@ class ScriptedWorker:
             versions={},
         )
         ratios = (*(ratio for ratio in RATIOS if ratio < record.ratio), record.ratio)
-        await commit(stores.objects, stores.metadata, stores.leases, lease, _rows(ratios), facts)
-        await stores.leases.release(lease)
+        rows = _rows(ratios)
+        try:
+            await commit(stores.objects, stores.metadata, stores.leases, lease, rows, facts)
+        finally:
+            # As builders do: who deletes this cache needs the lease.
+            await asyncio.shield(stores.leases.release(lease))
 
 
 def _fingerprint(tenant: str, document: DocumentSpec, compression: CompressionSpec) -> Fingerprint:
