@@ -23,7 +23,7 @@ from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab_layout import SlabLayout, read_layout
 from kvkeep_storage.sources import Source
 
-_PARALLEL_READS = 8
+PARALLEL_READS = 8
 
 
 class StillWriting(Exception):
@@ -66,7 +66,7 @@ class Reading:
         """
         found = await run_together(
             (self._doubts.settle(partial(self._layout, band)) for band in bands),
-            limit=_PARALLEL_READS,
+            limit=PARALLEL_READS,
         )
         layouts = dict(zip(bands, found, strict=True))
         missing = await asyncio.to_thread(layer_parts, self.rows.counts, self.rows.layers, bands)
@@ -129,7 +129,7 @@ class Reading:
                 if announcer is not None:
                     announcer.verified(part.layer, self.rows, self._manifest)
 
-        await run_together((work(read) for read in reads), limit=_PARALLEL_READS)
+        await run_together((work(read) for read in reads), limit=PARALLEL_READS)
         for error in errors.values():
             await self._doubts.weigh(error)
         return [part for part in missing if part not in verified]
