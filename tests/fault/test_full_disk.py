@@ -15,7 +15,7 @@ from kvkeep_storage.sweeper import Sweeper
 
 from ..support.caches import assert_equal_rows, facts_for, random_rows
 from ..support.stores import TENANT, Stores, entries_below, files_below
-from .soak.storage_calls import Calls
+from .soak.storage_calls import Calls, Place
 
 pytestmark = [pytest.mark.anyio, pytest.mark.fault]
 
@@ -98,7 +98,7 @@ async def test_a_registration_that_meets_a_full_disk_leaves_nothing(
     stores: Stores, valkey_url: str, small_disk: Path, name: str
 ) -> None:
     await _on(small_disk, stores)
-    async with Calls.open(valkey_url, small_disk) as calls:
+    async with Calls.open(Place.local(valkey_url, small_disk)) as calls:
         before = entries_below(small_disk)
         objects = FillsUp.before(name, small_disk)
         with pytest.raises(Full) as caught:

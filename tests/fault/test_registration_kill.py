@@ -7,7 +7,7 @@ import pytest
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import ContextRecord
 
-from .soak.storage_calls import Calls
+from .soak.storage_calls import Calls, Place
 
 pytestmark = [pytest.mark.anyio, pytest.mark.fault]
 
@@ -24,7 +24,7 @@ async def test_no_context_is_ready_before_its_mirror_is_written(
         assert (tmp_path / "documents" / tenant / context_id / "context.json").exists()
         return await attach(self, tenant, context_id, now)
 
-    async with Calls.open(valkey_url, tmp_path) as calls:
+    async with Calls.open(Place.local(valkey_url, tmp_path)) as calls:
         await calls.stores.metadata.link.command("FLUSHALL")
         await calls.stores.metadata.bind_store(await calls.stores.objects.store_id())
         monkeypatch.setattr(Metadata, "attach", attach_with_a_mirror)

@@ -2,20 +2,23 @@
 
 import argparse
 import asyncio
+import os
 import random
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-
-from redis.asyncio import Redis
 
 from kvkeep_storage.embedded import EmbeddedStore
 
+from ...support.s3_servers import ACCESS_KEY, SECRET_KEY, Seaweed
 from .controller import Controller, prepare
 from .notes import Told
-from .storage_calls import Calls
+from .storage_calls import Calls, Place
 from .verdict import Verdict, empty, finish, judge
 
 # Seldom done, and cut short most of the time: once per so many kills.
@@ -28,14 +31,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=280, help="of the torch-free process")
     parser.add_argument("--server-kills", type=int, default=20, help="of a real server")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
+    parser.add_argument("--s3", action="store_true", help="SeaweedFS and a disk tier, no directory")
+    parser.add_argument("--faults", help="the victims' store has these, as KVKEEP_FAULTS says them")
     chosen = parser.parse_args()
     say(f"seed {chosen.seed}")
     folder = Path(tempfile.mkdtemp(prefix="kvkeep-soak-"))
     findings: list[str] = []
     if chosen.kills:
-        findings += soak_storage(folder / "storage", chosen.kills, chosen.seed)
+        with _place(folder / "storage", is_remote=chosen.s3) as place:
+            findings += soak_storage(place, folder, chosen.kills, chosen.seed, chosen.faults)
     if chosen.server_kills:
-        from .server_kills import soak_server  # it loads torch
+        # It loads torch, which the victims must never have seen.
+        from .server_kills import soak_server
 
         findings += soak_server(folder / "server", chosen.server_kills, chosen.seed, say)
     for finding in findings:
@@ -48,46 +55,62 @@ def main() -> int:
     return 0
 
 
-def soak_storage(folder: Path, kills: int, seed: int) -> list[str]:
-    """Kill the torch-free process; return what is wrong afterwards."""
-    notes, root = folder / "notes", folder / "objects"
-    notes.mkdir(parents=True)
+@contextmanager
+def _place(folder: Path, *, is_remote: bool) -> Iterator[Place]:
+    """A Valkey that no kill meets, and a directory or a bucket of objects."""
     store = EmbeddedStore(folder)
     store.start()
     try:
-        prepare()
-        controller = Controller(store.redis_url, root, notes, random.Random(seed), _VICTIMS)
-        done = 0
-        while done < kills:
-            started = time.monotonic()
-            done = min(kills, done + _KILLS_PER_ROUND)
-            controller.run(done)
-            verdict, told = asyncio.run(_judge(store.redis_url, root, notes))
-            _tell(verdict, told, controller, time.monotonic() - started)
-            if verdict.findings:
-                return verdict.findings
-        verdict = asyncio.run(_robbed(store.redis_url, root, notes))
-        say(f"robbed of all records and reindexed: {verdict.ready} contexts ready")
-        missed = [f"no kill has interrupted: {what}" for what in controller.missed]
-        return verdict.findings + missed
+        if not is_remote:
+            yield Place.local(store.redis_url, folder / "objects")
+            return
+        seaweed = Seaweed(folder / "seaweed")
+        os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        try:
+            seaweed.start()
+            yield Place(store.redis_url, seaweed.server.url("soak"), disk=folder / "disk-cache")
+        finally:
+            seaweed.kill()
     finally:
         store.stop()
 
 
-async def _judge(redis_url: str, root: Path, notes: Path) -> tuple[Verdict, Told]:
+def soak_storage(
+    place: Place, folder: Path, kills: int, seed: int, faults: str | None
+) -> list[str]:
+    """Kill the torch-free process; return what is wrong afterwards."""
+    notes = folder / "notes"
+    notes.mkdir()
+    prepare()
+    suffering = replace(place, faults=faults)
+    controller = Controller(suffering, notes, random.Random(seed), _VICTIMS)
+    done = 0
+    while done < kills:
+        started = time.monotonic()
+        done = min(kills, done + _KILLS_PER_ROUND)
+        controller.run(done)
+        verdict, told = asyncio.run(_judge(place, notes))
+        _tell(verdict, told, controller, time.monotonic() - started)
+        if verdict.findings:
+            return verdict.findings
+    verdict = asyncio.run(_robbed(place, notes))
+    say(f"robbed of all records and reindexed: {verdict.ready} contexts ready")
+    missed = [f"no kill has interrupted: {what}" for what in controller.missed]
+    return verdict.findings + missed
+
+
+async def _judge(place: Place, notes: Path) -> tuple[Verdict, Told]:
     told = Told.read(notes)
-    async with Calls.open(redis_url, root) as calls:
+    async with Calls.open(place) as calls:
         await finish(calls, told)
         return await judge(calls, told), told
 
 
-async def _robbed(redis_url: str, root: Path, notes: Path) -> Verdict:
+async def _robbed(place: Place, notes: Path) -> Verdict:
     """Lose every record; what was acknowledged must come back, and nothing deleted."""
     told = Told.read(notes)
-    client = Redis.from_url(redis_url, protocol=2)
-    async with Calls.open(redis_url, root) as calls:
-        await client.flushall()
-        await client.aclose()
+    async with Calls.open(place) as calls:
+        await calls.stores.metadata.link.command("FLUSHALL")
         await calls.reindex()
         await finish(calls, told)
         verdict = await judge(calls, told)

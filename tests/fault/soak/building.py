@@ -9,7 +9,7 @@ from kvkeep_storage.documents import get_document, mirror_context
 from kvkeep_storage.errors import LeaseLost, NotFound, StorageError, Unreferenced
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
 from kvkeep_storage.keys import DocumentKey
-from kvkeep_storage.records import UNFINISHED, BuildLease, ContextRecord
+from kvkeep_storage.records import BuildLease, ContextRecord
 
 from .storage_calls import LEASE_SECONDS, Calls
 
@@ -39,7 +39,7 @@ async def work(calls: Calls, job: Job) -> None:
 async def _attempt(calls: Calls, job: Job) -> bool:
     metadata, leases = calls.stores.metadata, calls.stores.leases
     record = await metadata.context(job.tenant, job.context_id)
-    if record is None or record.status not in UNFINISHED:
+    if record is None or not record.awaits_build:
         return True
     if await metadata.attach(job.tenant, job.context_id, time.time()) is not None:
         await _mirror(calls, job)
@@ -66,8 +66,9 @@ async def _build(calls: Calls, job: Job, record: ContextRecord, lease: BuildLeas
         if await stores.metadata.context(job.tenant, job.context_id) is not None:
             await _fail(calls, job, NO_DOCUMENT)
         return True
-    is_rebuild = record.status == "rebuilding"
-    await stores.metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
+    if record.status != "ready":
+        is_rebuild = record.status == "rebuilding"
+        await stores.metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
     committed = await stores.metadata.cache(job.tenant, record.cache_id)
     ratio = max(record.ratio, committed.ratio if committed else 0.0)
     await calls.commit(lease, body.text, ratio)

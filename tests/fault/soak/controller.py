@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .notes import IDLE, running_operation
+from .storage_calls import Place
 from .victim import OPERATIONS, main
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -32,8 +33,7 @@ def prepare() -> None:
 class Controller:
     """``folder`` takes the notes. ``hits`` counts kills by what they interrupted."""
 
-    redis_url: str
-    root: Path
+    place: Place
     folder: Path
     chance: random.Random
     num_victims: int
@@ -58,9 +58,8 @@ class Controller:
     def _fill(self) -> None:
         while len(self._alive) < self.num_victims:
             name = f"victim-{self._started:04d}"
-            arguments = (self.redis_url, str(self.root), str(self.folder), name)
-            seed = self.chance.getrandbits(32)
-            process = _FORKS.Process(target=main, args=(*arguments, seed), name=name, daemon=True)
+            arguments = (self.place, self.folder, name, self.chance.getrandbits(32))
+            process = _FORKS.Process(target=main, args=arguments, name=name, daemon=True)
             process.start()
             self._alive[name] = process
             self._started += 1

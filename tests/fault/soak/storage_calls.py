@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvkeep_service.config import Settings
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, ModelInfo, Prepared
+from kvkeep_service.rebuilding import rebuild
 from kvkeep_service.registration import Registration, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores, open_stores
@@ -15,7 +16,7 @@ from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.commit import commit
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
-from kvkeep_storage.load import LoadedCache
+from kvkeep_storage.load import LoadedCache, load
 from kvkeep_storage.lone_documents import delete_lone_document, lone_documents
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, ContextRecord, Expiry
@@ -23,7 +24,6 @@ from kvkeep_storage.reindex import ReindexReport, reindex
 from kvkeep_storage.sweeper import Sweeper, SweepReport
 from kvkeep_storage.verify import Verifier
 
-from ...support import stores as support
 from ...support.scripted_worker import MODEL
 from .synthetic import facts_of, rows_of, text_of
 
@@ -60,17 +60,38 @@ class SyntheticWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where records and objects are; ``disk`` is the disk tier's, in front of a remote store.
+
+    ``faults`` are for the store to have, as operators can ask for.
+    """
+
+    redis_url: str
+    store_url: str
+    disk: Path | None = None
+    faults: str | None = None
+
+    @classmethod
+    def local(cls, redis_url: str, root: Path) -> "Place":
+        return cls(redis_url, root.as_uri())
+
+
+@dataclass(frozen=True, slots=True)
 class Calls:
     """One process's hold on the stores."""
 
     stores: Stores
     remover: Remover
-    root: Path
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, redis_url: str, root: Path) -> AsyncIterator["Calls"]:
-        settings = Settings(redis_url=redis_url, store=f"file://{root}")
+    async def open(cls, place: Place) -> AsyncIterator["Calls"]:
+        settings = Settings(
+            redis_url=place.redis_url,
+            store=place.store_url,
+            disk_cache=place.disk,
+            faults=place.faults,
+        )
         async with open_stores(settings) as opened:
             leases = Leases(opened.metadata, ttl_seconds=LEASE_SECONDS, renew_seconds=_BEAT_SECONDS)
             jobs = Jobs(
@@ -81,16 +102,16 @@ class Calls:
             )
             stores = replace(opened, leases=leases, jobs=jobs)
             await bind_if_new(stores.objects, stores.metadata)
-            remover = Remover(stores, SyntheticWorker())  # type: ignore[arg-type]
+            remover = Remover(stores, SyntheticWorker())
             try:
-                yield cls(stores, remover, root)
+                yield cls(stores, remover)
             finally:
                 await remover.close()
 
     def on(self, objects: Objects) -> "Calls":
         """The same, with the objects of another store."""
         stores = replace(self.stores, objects=objects)
-        remover = Remover(stores, SyntheticWorker())  # type: ignore[arg-type]
+        remover = Remover(stores, SyntheticWorker())
         return replace(self, stores=stores, remover=remover)
 
     async def register(
@@ -107,7 +128,7 @@ class Calls:
         worker = SyntheticWorker()
         return await register(
             self.stores,
-            worker,  # type: ignore[arg-type]
+            worker,
             self.remover,
             tenant,
             wanted,
@@ -117,15 +138,26 @@ class Calls:
     async def remove(self, tenant: str, context_id: str) -> None:
         await self.remover.remove_context(tenant, context_id)
 
+    async def rebuild(self, record: ContextRecord) -> None:
+        await rebuild(self.stores, SyntheticWorker(), record)
+
     async def commit(self, lease: BuildLease, text: str, ratio: float) -> None:
         rows, facts = rows_of(lease.tenant, text, ratio), facts_of(lease.tenant, text, ratio)
         stores = self.stores
         await commit(stores.objects, stores.metadata, stores.leases, lease, rows, facts)
 
     async def load(self, tenant: str, text: str, ratio: float) -> LoadedCache:
-        stores = self.stores
-        held = support.Stores(stores.objects, stores.metadata, stores.leases, self.root)
-        return await held.load(facts_of(tenant, text, ratio), ratio, tenant)
+        stores, expected = self.stores, facts_of(tenant, text, ratio).fingerprint
+        return await load(
+            stores.source,
+            stores.objects,
+            stores.metadata,
+            stores.leases,
+            tenant,
+            expected.digest,
+            expected=expected.model_identity,
+            ratio=ratio,
+        )
 
     async def sweep(self, grace_seconds: float = GRACE_SECONDS) -> SweepReport:
         stores = self.stores
@@ -150,3 +182,11 @@ class Calls:
         async for checked in verifier.run():
             if checked.problem is not None:
                 yield f"{checked.what} {checked.name}: {checked.problem}"
+
+    async def files(self, folder: str = "") -> list[str]:
+        """The key of every stored object in a folder and below it."""
+        return sorted(item.key for item in await self.stores.objects.objects_below(folder))
+
+    async def num_temporary(self) -> int:
+        """How many files unfinished writes have left; they are gone afterwards."""
+        return len(await self.stores.objects.delete_temporary_files(0))

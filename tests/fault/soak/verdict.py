@@ -8,15 +8,14 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvkeep_storage import durable, keys
+from kvkeep_storage import keys
 from kvkeep_storage.errors import NotFound, StorageError
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.manifest import Manifest
 from kvkeep_storage.quotas import Usage
-from kvkeep_storage.records import UNFINISHED, ContextRecord
+from kvkeep_storage.records import ContextRecord
 from kvkeep_storage.redis_keys import BUILDS, LEASE_PATTERN
 
-from ...support.stores import files_below
 from .building import GIVEN_UP, work
 from .notes import Told
 from .storage_calls import LEASE_SECONDS, Calls
@@ -79,7 +78,7 @@ async def judge(calls: Calls, told: Told) -> Verdict:
             verdict.findings.append(f"{context}: was ready, and is {status} {code}")
     for context in sorted(told.deleted & set(records)):
         verdict.findings.append(f"{context}: deleted, and there again")
-    _judge_documents(calls, set(records), verdict)
+    await _judge_documents(calls, set(records), verdict)
     await _judge_caches(calls, verdict)
     await _judge_leftovers(calls, verdict)
     verdict.findings += [f"verify: {problem}" async for problem in calls.problems()]
@@ -94,7 +93,7 @@ async def empty(calls: Calls) -> list[str]:
             await calls.remove(tenant, record.id)
     # Later starts remove what a start leaves that is killed while it tries the store out.
     ours = (keys.STORE, f"{keys.CHECKS}/")
-    left = [name for name in files_below(calls.root) if not name.startswith(ours)]
+    left = [name for name in await calls.files() if not name.startswith(ours)]
     charges = {tenant: await metadata.usage(tenant) for tenant in TENANTS}
     left += [f"{tenant}: {usage}" for tenant, usage in charges.items() if usage != Usage(0, 0, 0)]
     pattern = LEASE_PATTERN.partition("lease")[0] + "*"
@@ -103,7 +102,7 @@ async def empty(calls: Calls) -> list[str]:
 
 async def _judge_context(calls: Calls, told: Told, record: ContextRecord, verdict: Verdict) -> None:
     name = f"{record.tenant}/{record.id}"
-    if record.status in UNFINISHED:
+    if record.awaits_build:
         verdict.findings.append(f"{name}: forgotten as {record.status}")
     elif record.status == "failed":
         verdict.failed += 1
@@ -121,19 +120,15 @@ async def _judge_context(calls: Calls, told: Told, record: ContextRecord, verdic
                 verdict.findings.append(f"{name} at {ratio}: {type(error).__name__}: {error}")
 
 
-def _judge_documents(calls: Calls, contexts: set[tuple[str, str]], verdict: Verdict) -> None:
+async def _judge_documents(calls: Calls, contexts: set[tuple[str, str]], verdict: Verdict) -> None:
     """Exactly the live contexts have documents and mirrors."""
+    paths = [name.split("/") for name in await calls.files(keys.DOCUMENTS)]
     for name in ("document.json", "context.json"):
-        owners = {(tenant, context_id) for _, tenant, context_id in _parts(calls, name)}
+        owners = {(path[1], path[2]) for path in paths if path[3] == name}
         for context in sorted(contexts - owners):
             verdict.findings.append(f"{context}: its {name} is missing")
         for context in sorted(owners - contexts):
             verdict.findings.append(f"{context}: is gone, its {name} is not")
-
-
-def _parts(calls: Calls, name: str) -> list[list[str]]:
-    files = files_below(calls.root, "documents")
-    return [file.split("/")[:-1] for file in files if file.endswith(f"/{name}")]
 
 
 async def _judge_caches(calls: Calls, verdict: Verdict) -> None:
@@ -148,15 +143,15 @@ async def _judge_caches(calls: Calls, verdict: Verdict) -> None:
             except NotFound:
                 continue
             named |= {key.slab(band) for band in range(len(manifest.slabs))}
-    found = set(files_below(calls.root, "caches"))
+    found = set(await calls.files(keys.CACHES))
     verdict.findings += [f"{name}: named by nobody" for name in sorted(found - named)]
     verdict.findings += [f"{name}: missing" for name in sorted(named - found)]
 
 
 async def _judge_leftovers(calls: Calls, verdict: Verdict) -> None:
     stores = calls.stores
-    temporary = [n for n in files_below(calls.root) if durable.is_temporary(n.rpartition("/")[2])]
-    verdict.findings += [f"{name}: left of a write" for name in temporary]
+    if num_temporary := await calls.num_temporary():
+        verdict.findings.append(f"{num_temporary} files are left of writes")
     for key in await _leases(calls):
         verdict.findings.append(f"{key}: a lease of nobody")
     if length := await _queue_length(calls):

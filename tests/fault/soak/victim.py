@@ -1,4 +1,4 @@
-"""A process without torch that registers, builds, loads, deletes, sweeps and reindexes until it
+"""A process without torch that does everything that changes stores until it
 is killed, and checks everything it is told.
 """
 
@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from kvkeep_service.errors import ContextNotFound
 from kvkeep_storage.documents import get_document
 from kvkeep_storage.errors import Conflict, Gone, NotFound, StorageError, Unavailable
 from kvkeep_storage.keys import DocumentKey
@@ -17,12 +18,12 @@ from kvkeep_storage.records import ContextRecord
 from ...support.caches import RATIOS, assert_equal_rows
 from .building import work
 from .notes import Notes
-from .storage_calls import Calls
+from .storage_calls import Calls, Place
 from .synthetic import NUM_TEXTS, TENANTS, rows_of, text_of
 
-OPERATIONS = ("register", "build", "load", "delete", "sweep", "reindex")
+OPERATIONS = ("register", "build", "load", "delete", "sweep", "rebuild", "reindex")
 # Others delete, build and sweep beside us; everything else than these is a finding.
-_HARMLESS = (NotFound, Gone, Conflict, Unavailable)
+_HARMLESS = (NotFound, ContextNotFound, Gone, Conflict, Unavailable)
 _CONTEXTS_MAX = 10
 _PAUSE_SECONDS = 0.01
 
@@ -43,6 +44,7 @@ class Victim:
             "load": (6, self._load),
             "delete": (2, self._delete),
             "sweep": (2, self._sweep),
+            "rebuild": (1, self._rebuild),
             "reindex": (1, self._reindex),
         }
         weights = [weight for weight, _ in operations.values()]
@@ -92,6 +94,14 @@ class Victim:
         with self._notes.doing("load"):
             await check_load(self._calls, record, ratio)
         self._notes.write("loaded", record.tenant, record.id)
+
+    async def _rebuild(self) -> None:
+        record = await self._any_context()
+        if record is None or record.status not in ("ready", "failed"):
+            return
+        with self._notes.doing("rebuild"):
+            await self._calls.rebuild(record)
+        self._notes.write("rebuilt", record.tenant, record.id)
 
     async def _delete(self) -> None:
         record = await self._any_context()
@@ -146,14 +156,14 @@ async def check_load(calls: Calls, record: ContextRecord, ratio: float) -> None:
     assert body.text == text, "another document stands in its place"
 
 
-def main(redis_url: str, root: str, folder: str, name: str, seed: int) -> None:
+def main(place: Place, folder: Path, name: str, seed: int) -> None:
     """The whole life of a victim: it never returns."""
-    notes = Notes(Path(folder), name)
+    notes = Notes(folder, name)
     if "torch" in sys.modules:
         notes.write("wrong", detail="the victim has loaded torch")
 
     async def live() -> None:
-        async with Calls.open(redis_url, Path(root)) as calls:
+        async with Calls.open(place) as calls:
             await Victim(calls, notes, name, seed).run()
 
     asyncio.run(live())
