@@ -1,11 +1,15 @@
 """The real object store, whose reads a test watches and may hold back."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
 from kvkeep_storage.sources import ObjectSource
+
+
+async def _no_delay() -> None:
+    """Reads take as long as they take."""
 
 
 class Reads:
@@ -15,12 +19,14 @@ class Reads:
         self.begun: list[tuple[str, int]] = []
         self.read_bytes: dict[str, int] = {}
         self.holds: Callable[[str, int], bool] = lambda name, start: False
+        self.delay: Callable[[], Awaitable[None]] = _no_delay
         self.released = asyncio.Event()
         self.held = asyncio.Event()
 
     async def pass_by(self, key: str, start: int, size_bytes: int) -> None:
         name = key.rpartition("/")[2]
         self.begun.append((name, start))
+        await self.delay()
         if self.holds(name, start) and not self.released.is_set():
             self.held.set()
             await self.released.wait()

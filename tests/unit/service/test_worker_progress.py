@@ -1,7 +1,9 @@
 """Questions on caches that are not in memory, or not all of them: what is read, and when."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -255,3 +257,50 @@ async def test_an_answer_says_whether_its_cache_came_from_the_disk_tier_or_the_s
             sources.count("disk"),
         )
     await disk.close()
+
+
+async def test_whatever_arrives_while_whatever_is_asked_every_answer_is_that_of_its_ratio(
+    stores: Stores, tiny: LoadedModel, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Layers of a cache come in different reads, slowly, to a memory with room for one or two.
+    monkeypatch.setattr("kvkeep_storage.range_plan.RANGE_BYTES", 2048)
+    ratios = (0.05, 0.1, 0.3)
+    rng = random.Random(5)
+    async with serving(stores, tiny, resident_bytes=2**18) as service:
+        requests = [replace(await service.ready(doc), max_tokens=4) for doc in (SHORT, LONG)]
+        right = {
+            (number, ratio): await service.ids(replace(request, ratio=ratio))
+            for number, request in enumerate(requests)
+            for ratio in ratios
+        }
+        reads.delay = lambda: asyncio.sleep(rng.choice((0, 0, 0.001, 0.004)))
+
+        async def ask() -> None:
+            number, ratio = rng.randrange(2), rng.choice(ratios)
+            least = rng.choice((None, *(r for r in ratios if r <= ratio)))
+            await asyncio.sleep(rng.random() / 20)
+            request = replace(requests[number], ratio=ratio, min_ratio=least)
+            if rng.random() < 0.2:
+                await service.worker.drop(TENANT, request.cache_id)
+            if rng.random() < 0.2:
+                with suppress(Overloaded):
+                    await service.worker.prefetch(TENANT, request.cache_id, ratio)
+            answer = await service.answer(request)
+            assert (least or ratio) <= answer.ratio <= ratio
+            assert answer.token_ids == right[number, answer.ratio]
+
+        for _ in range(6):
+            asking = [asyncio.create_task(ask()) for _ in range(8)]
+            await asyncio.sleep(rng.random() / 20)
+            for task in asking[:2]:
+                task.cancel()
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} <= {type(None), asyncio.CancelledError}
+            await at_rest(service)
+            await until(lambda: service.worker.stats().running_queries == 0)
+            stats = service.worker.stats()
+            assert (stats.pinned_caches, stats.waiting_queries) == (0, 0)
+            assert stats.resident_bytes <= 2**18
+        for request in requests:
+            assert await stores.leases.readers(TENANT, request.cache_id) == 0
+        assert service.worker.cache_counts().failures == {}
