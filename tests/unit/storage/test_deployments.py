@@ -11,6 +11,7 @@ from kvkeep_storage.errors import LeaseLost, MetadataUnavailable
 from kvkeep_storage.jobs import Job, Jobs
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.metadata import Metadata, Replay, Started
+from kvkeep_storage.quotas import Quotas, Usage
 from kvkeep_storage.records import Expiry, Released
 from kvkeep_storage.redis_keys import TenantKeys
 
@@ -81,6 +82,14 @@ async def test_no_script_and_no_command_leaves_its_slot(metadata: Metadata) -> N
         assert await metadata.attach(tenant, "ctx_01", 2.0) is not None
         assert await metadata.fail_context(tenant, "ctx_02", "code", "detail")
         await leases.release(lease)
+        listed = await metadata.contexts(tenant, limit=9, status="failed", metadata={})
+        assert [record.id for record in listed.records] == ["ctx_02"]
+        assert await metadata.evict(tenant, CACHE, "gen2") == "evicted"
+        assert (await metadata.rebuild_context(tenant, "ctx_02", Quotas(1, 1, 10**6))).awaits_build
+        assert await metadata.usage(tenant) == Usage(2, 1, 300_000)
+        assert await metadata.restore_cache(a_cache(tenant=tenant, generation="gen2"))
+        assert await metadata.recount(tenant) == a_cache().stored_bytes
+        assert await metadata.context_ids(tenant) == ["ctx_01", "ctx_02"]
         async with leases.read_lease(tenant, CACHE):
             assert await leases.readers(tenant, CACHE) == 1
         assert await metadata.idempotency_begin(tenant, "key", "digest", 60) == Started()
@@ -89,6 +98,7 @@ async def test_no_script_and_no_command_leaves_its_slot(metadata: Metadata) -> N
         assert replay == Replay(200, b"body", {})
         await jobs.enqueue(tenant, "ctx_01")
     assert await metadata.tenants() == sorted(TENANTS)
+    assert len(await metadata.live_caches(TENANTS)) == len(TENANTS)
     for tenant in TENANTS:
         assert await metadata.live_generations(tenant) == {(CACHE, "gen2")}
         assert (await metadata.delete_context(tenant, "ctx_01")).existed
