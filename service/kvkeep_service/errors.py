@@ -141,7 +141,6 @@ class UnsupportedMediaType(Invalid):
     def __init__(self, media_type: str) -> None:
         """Name the media type that was sent; empty when none was."""
         super().__init__(f"send application/json, not {media_type or 'a body without a type'!r}")
-        self.media_type = media_type
 
 
 class TemplateChangesPrefix(Invalid):
@@ -201,8 +200,6 @@ class ModelNotFound(Missing):
     def __init__(self, model: str, served: str) -> None:
         """Name both models."""
         super().__init__(f"model {model!r} is not served here; {served!r} is", served=served)
-        self.model = model
-        self.served = served
 
 
 class ContextNotFound(Missing):
@@ -213,7 +210,6 @@ class ContextNotFound(Missing):
     def __init__(self, context_id: str) -> None:
         """Name the id that was asked for."""
         super().__init__(f"there is no context {context_id!r}")
-        self.context_id = context_id
 
 
 class ContextExpired(Missing):
@@ -224,8 +220,6 @@ class ContextExpired(Missing):
     def __init__(self, context_id: str, expired_at: str) -> None:
         """``expired_at`` is RFC 3339 in UTC."""
         super().__init__(f"context {context_id!r} expired at {expired_at}", expired_at=expired_at)
-        self.context_id = context_id
-        self.expired_at = expired_at
 
 
 class Unsuitable(ServiceError):
@@ -243,7 +237,6 @@ class ContextNotReady(Unsuitable):
     def __init__(self, context_id: str, status: str, retry_after_seconds: int = 2) -> None:
         """Name the status and when asking again makes sense."""
         super().__init__(f"context {context_id!r} is {status}", status_of_context=status)
-        self.context_id = context_id
         self.retry_after_seconds = retry_after_seconds
 
 
@@ -259,7 +252,6 @@ class ContextFailed(Unsuitable):
             error_code=error_code,
             error_detail=error_detail,
         )
-        self.context_id = context_id
 
 
 class ContextModelMismatch(Unsuitable):
@@ -274,7 +266,6 @@ class ContextModelMismatch(Unsuitable):
             model=model,
             served=served,
         )
-        self.context_id = context_id
 
 
 class IdempotencyInFlight(Unsuitable):
@@ -298,16 +289,16 @@ class Busy(ServiceError):
 
 
 class RecordsForeign(Busy):
-    """Redis was flushed, or is another one: whether the context exists is not known there."""
+    """Redis was flushed, or is another one: what exists is not known there."""
 
     code = "metadata_unavailable"
     retry_after_seconds = 30
 
     def __init__(self) -> None:
-        """Take nothing: it is no fact about the context that was asked for."""
+        """Take nothing: it is no fact about what was asked for."""
         super().__init__(
-            "the records in Redis do not belong to this object store, so nothing is known of this"
-            " context; they must be restored: kvkeep-server admin reindex"
+            "the records in Redis do not belong to this object store, so what is missing there may"
+            " exist; they must be restored: kvkeep-server admin reindex"
         )
 
 

@@ -53,7 +53,7 @@ class Lookup:
             record = await self._stores.metadata.context(tenant, context_id)
             if record is None:
                 self._recent.missed(tenant, context_id)
-                await self._check_binding()
+                await self.check_binding()
                 return None
         except MetadataUnavailable:
             self._failed_at = self._clock()
@@ -80,16 +80,11 @@ class Lookup:
             return Found(recent, is_current=False)
         return None if record is None else Found(record, is_current=True)
 
-    def changed(self, tenant: str, context_id: str) -> None:
-        """A change was begun, and may or may not have been made: what was seen is outdated."""
-        self._recent.missed(tenant, context_id)
+    async def check_binding(self) -> None:
+        """Return when the records are those of this store: else a miss says nothing.
 
-    def deleted(self, tenant: str, context_id: str) -> None:
-        """A deletion was begun, which is to be final for this process however it ends."""
-        self._recent.deleted(tenant, context_id)
-
-    async def _check_binding(self) -> None:
-        """A flushed Redis misses everything: then a miss says nothing about the context."""
+        Raises: RecordsForeign; MetadataUnavailable, ObjectsUnavailable.
+        """
         recorded = await self._stores.metadata.store_id()
         if recorded is not None and recorded == self._store_id:
             return
@@ -98,3 +93,11 @@ class Lookup:
             self._store_id = await require_bound(self._stores.objects, self._stores.metadata)
         except StoreMismatch as error:
             raise RecordsForeign from error
+
+    def changed(self, tenant: str, context_id: str) -> None:
+        """A change was begun, and may or may not have been made: what was seen is outdated."""
+        self._recent.missed(tenant, context_id)
+
+    def deleted(self, tenant: str, context_id: str) -> None:
+        """A deletion was begun, which is to be final for this process however it ends."""
+        self._recent.deleted(tenant, context_id)

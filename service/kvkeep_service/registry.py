@@ -121,8 +121,11 @@ class Registry:
         return record
 
     async def contexts(self, tenant: str, wanted: Filter) -> Page:
-        """List contexts, expired ones that are not swept yet included."""
-        return await self._stores.metadata.contexts(
+        """List contexts, expired ones that are not swept yet included.
+
+        Raises: RecordsForeign, rather than to show an empty list of what Redis has lost.
+        """
+        page = await self._stores.metadata.contexts(
             tenant,
             limit=wanted.limit,
             after=wanted.after,
@@ -130,6 +133,9 @@ class Registry:
             status=wanted.status,
             metadata=wanted.metadata or {},
         )
+        if not page.records:
+            await self._lookup.check_binding()
+        return page
 
     async def document(self, tenant: str, context_id: str) -> DocumentSpec:
         """Read a document back. Raises: ContextNotFound, ContextExpired, DocumentCorrupt."""
@@ -159,6 +165,7 @@ class Registry:
                 expires=changes.expires,
             )
         except NotFound as error:
+            await self._lookup.check_binding()
             raise ContextNotFound(context_id) from error
         except Gone as error:
             raise _expired(context_id, error.expired_at) from error

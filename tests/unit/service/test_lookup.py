@@ -158,6 +158,10 @@ async def test_a_flushed_redis_is_no_reason_to_say_that_there_is_no_such_context
             await registry.context(TENANT, missed)
         with pytest.raises(RecordsForeign):
             await registry.open_query(TENANT, missed, None)
+        with pytest.raises(RecordsForeign):
+            await registry.change(TENANT, missed, Changes("name", UNSET, UNSET))
+    with pytest.raises(RecordsForeign):
+        await registry.contexts(TENANT, Filter())
     assert (told.value.code, told.value.retryable) == ("metadata_unavailable", True)
     assert (await registry.health())["store"] == "degraded"
     await stores.metadata.bind_store("another")
@@ -166,6 +170,7 @@ async def test_a_flushed_redis_is_no_reason_to_say_that_there_is_no_such_context
     await stores.metadata.bind_store(str(await stores.objects.find_store_id()))
     with pytest.raises(ContextNotFound):
         await registry.context(TENANT, unknown)
+    assert (await registry.contexts(TENANT, Filter())).records == ()
 
 
 async def test_a_redis_that_reads_and_refuses_writes_answers_and_is_not_called_healthy(
