@@ -75,7 +75,7 @@ async def running_application(
         store_bytes=settings.store_bytes,
     )
     upkeep = Upkeep(stores, sweeper, worker, interval_seconds=settings.sweep_interval_seconds)
-    metrics = Metrics(worker, None if stores.disk is None else stores.disk.stats)
+    metrics = Metrics(worker, upkeep.swept, None if stores.disk is None else stores.disk.stats)
     worker.start()
     upkeep.start()
     try:

@@ -4,7 +4,7 @@ Names carry their unit last; no label names a tenant, a context or a question. W
 (answers, problems) is counted here; everything else is asked of its owner at each scrape.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,8 +21,13 @@ _FIRST_TOKEN_SECONDS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 3
 class Metrics:
     """One registry for one application; nothing is shared with other libraries."""
 
-    def __init__(self, worker: Worker, disk_stats: Callable[[], DiskStats] | None) -> None:
-        """``disk_stats`` is None where there is no disk tier."""
+    def __init__(
+        self,
+        worker: Worker,
+        swept: Mapping[str, int],
+        disk_stats: Callable[[], DiskStats] | None,
+    ) -> None:
+        """``swept`` is ``Upkeep.swept``; ``disk_stats`` is None where there is no disk tier."""
         self._registry = CollectorRegistry()
         self._problems = Counter(
             "kvkeep_problems_total",
@@ -49,7 +54,7 @@ class Metrics:
             buckets=_FIRST_TOKEN_SECONDS,
             registry=self._registry,
         )
-        self._registry.register(_Snapshot(worker, disk_stats))
+        self._registry.register(_Snapshot(worker, swept, disk_stats))
 
     def problem(self, code: str) -> None:
         """Count an error."""
@@ -72,8 +77,14 @@ class Metrics:
 class _Snapshot(Collector):
     """Turns the counts that their owners keep into metrics."""
 
-    def __init__(self, worker: Worker, disk_stats: Callable[[], DiskStats] | None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        swept: Mapping[str, int],
+        disk_stats: Callable[[], DiskStats] | None,
+    ) -> None:
         self._worker = worker
+        self._swept = swept
         self._disk_stats = disk_stats
 
     def collect(self) -> Iterator[Metric]:
@@ -88,6 +99,7 @@ class _Snapshot(Collector):
         )
         healthy.add_metric([kernels.backend], float(kernels.is_healthy))
         yield healthy
+        yield from _of_sweeps(self._swept)
         if self._disk_stats is not None:
             yield from _of_disk(self._disk_stats())
 
@@ -133,6 +145,17 @@ def _of_caches(counts: CacheCounts) -> Iterator[Metric]:
     for code, failed in counts.failures.items():
         failures.add_metric([code], failed)
     yield from (loads, seconds, size_bytes, failures)
+
+
+def _of_sweeps(swept: Mapping[str, int]) -> Iterator[Metric]:
+    removed = CounterMetricFamily(
+        "kvkeep_swept", "What sweeps have removed from the store.", labels=["what"]
+    )
+    for what, count in swept.items():
+        if what != "freed_bytes":
+            removed.add_metric([what], count)
+    yield removed
+    yield _counter("swept_bytes", "Bytes that sweeps have freed.", swept.get("freed_bytes", 0))
 
 
 def _of_disk(stats: DiskStats) -> Iterator[Metric]:

@@ -1,6 +1,7 @@
 """What has to be done from time to time: sweeping, reconciling, forgetting and reclaiming."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -31,6 +32,10 @@ class Upkeep:
         self._worker = worker
         self._interval_seconds = interval_seconds
         self._tasks: list[asyncio.Task[None]] = []
+        # What this process has removed since its start, by the fields of a sweep's report.
+        self.swept: Counter[str] = Counter(
+            expired=0, orphan_generations=0, temp_files=0, evicted=0, freed_bytes=0
+        )
 
     def start(self) -> None:
         """Begin every loop, with a first round of each now."""
@@ -51,6 +56,7 @@ class Upkeep:
 
     async def _sweep(self) -> None:
         report = await self._sweeper.run_once()
+        self.swept.update({name: getattr(report, name) for name in self.swept})
         for tenant, cache_id in report.unreferenced:
             await self._worker.drop(tenant, cache_id)
 

@@ -108,7 +108,9 @@ async def _serve(
         stores = Stores(metadata, objects, Leases(metadata), Jobs(metadata), chosen.quotas)
         worker = ScriptedWorker(stores)
         registry = Registry(stores, worker, default_ttl_seconds=chosen.default_ttl_seconds)
-        app = build_application(registry, worker, Metrics(worker, None), chosen)
+        app = build_application(
+            registry, worker, Metrics(worker, {"expired": 2, "freed_bytes": 300}, None), chosen
+        )
         builds = asyncio.create_task(worker.run_builds())
         # With the protocol named, asyncio switches Nagle's algorithm off.
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:

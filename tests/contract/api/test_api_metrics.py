@@ -36,6 +36,8 @@ def test_what_the_worker_counts_is_shown(api: ApiServer) -> None:
     assert shown["kvkeep_loads_total", (("source", "store"),)] == 2
     assert shown["kvkeep_load_seconds_total", (("source", "store"),)] == 0.5
     assert shown["kvkeep_load_bytes_total", (("source", "store"),)] == 4096
+    assert shown["kvkeep_swept_total", (("what", "expired"),)] == 2
+    assert shown["kvkeep_swept_bytes_total", ()] == 300
     assert shown["kvkeep_load_failures_total", (("code", "storage_unavailable"),)] == 1
 
 
@@ -76,7 +78,7 @@ def test_no_label_names_what_belongs_to_a_tenant(api: ApiServer) -> None:
     context = api.create()
     api.client.get("/contexts/ctx_00000000000000000000000000")
     api.client.post(f"/contexts/{context['id']}/query", json={"question": "when?"})
-    allowed = {"backend", "code", "kind", "le", "origin", "reason", "source"}
+    allowed = {"backend", "code", "kind", "le", "origin", "reason", "source", "what"}
     for _, labels in scrape(api.client):
         assert {name for name, _ in labels} <= allowed
         assert dict(labels).get("code", "internal") in CATALOGUE

@@ -61,7 +61,7 @@ def request() -> Request:
     app = FastAPI()
     # Neither is asked for anything by a stream.
     worker, registry = cast(Worker, None), cast(Registry, None)
-    app.state.services = Services(registry, worker, Metrics(worker, None))
+    app.state.services = Services(registry, worker, Metrics(worker, {}, None))
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""}
     return Request({**scope, "app": app, "server": ("h", 1), "state": {"request_id": "req_1"}})
 

@@ -94,12 +94,13 @@ async def test_sweeping_goes_on_after_trouble_of_any_kind(
         MetadataUnavailable("redis", "away"),
         StoreMismatch("a", "b"),
         TypeError("unforeseen"),
-        SweepReport(1, 0, 0, 0, ((TENANT, "last"),)),
+        SweepReport(1, 0, 0, 700, ((TENANT, "last"),)),
     )
-    start(running, stores, sweeper, worker, interval_seconds=0)
+    upkeep = start(running, stores, sweeper, worker, interval_seconds=0)
     async with asyncio.timeout(PATIENCE_SECONDS):
         await sweeper.over.wait()
     assert worker.dropped == [(TENANT, "last")]
+    assert (upkeep.swept["expired"], upkeep.swept["freed_bytes"]) == (1, 700)
 
 
 async def test_a_forgotten_build_is_put_back_in_the_queue(
