@@ -69,32 +69,33 @@ def layer_parts(
 
     Shapes: counts int32 [bands, layers, heads] of every band that ``layers`` has room for.
     """
+    tensors = [[_Tensor(part) for part in (x.position, x.k, x.v)] for x in layers]
     return [
-        _part(counts[:, index], layer, band, index)
+        _part(counts[:, index], places, band, index)
         for band in bands
-        for index, layer in enumerate(layers)
+        for index, places in enumerate(tensors)
     ]
 
 
-def _part(counts: Int32Array, layer: LayerRows, band: int, index: int) -> LayerPart:
+class _Tensor:
+    """The bytes of one tensor, by rows."""
+
+    def __init__(self, tensor: NDArray[np.generic]) -> None:
+        self._bytes = _bytes_of(tensor) if tensor.size else memoryview(b"")
+        self._row_bytes = tensor.nbytes // max(1, len(tensor))
+
+    def views(self, segments: Iterable[HeadSegment]) -> list[memoryview]:
+        content, size = self._bytes, self._row_bytes
+        return [
+            content[start * size : (start + length) * size] for start, length in segments if length
+        ]
+
+
+def _part(counts: Int32Array, tensors: Iterable[_Tensor], band: int, index: int) -> LayerPart:
     segments = head_segments(counts, band)
     count = np.empty(counts.shape[1], np.int32)
-    tensors = (
-        [_bytes_of(count)],
-        *(_places(tensor, segments) for tensor in (layer.position, layer.k, layer.v)),
-    )
-    return LayerPart(band, index, count, tensors)
-
-
-def _places(tensor: NDArray[np.generic], segments: Iterable[HeadSegment]) -> list[memoryview]:
-    if not tensor.size:
-        return []
-    content, row_bytes = _bytes_of(tensor), tensor.nbytes // len(tensor)
-    return [
-        content[part.start * row_bytes : (part.start + part.length) * row_bytes]
-        for part in segments
-        if part.length
-    ]
+    places = (tensor.views(segments) for tensor in tensors)
+    return LayerPart(band, index, count, ([_bytes_of(count)], *places))
 
 
 def _aligned(size_bytes: int) -> int:

@@ -1,8 +1,9 @@
 """Which ranges of which slabs to read, in which order, and where their bytes go; pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from operator import itemgetter
+from typing import TypeAlias
 
 from kvkeep_storage.layer_parts import LayerPart
 from kvkeep_storage.slab_layout import SlabLayout
@@ -36,56 +37,58 @@ def plan_ranges(layouts: Mapping[int, SlabLayout], parts: Sequence[LayerPart]) -
     ``layouts`` is by band.
     """
     stretches = [stretch for part in parts for stretch in _stretches(layouts[part.band], part)]
-    stretches.sort(key=lambda stretch: (stretch.part.band, stretch.start))
-    reads = [
-        read
-        for _, run in groupby(_numbered_runs(stretches), key=lambda numbered: numbered[0])
-        for read in _cut([stretch for _, stretch in run])
-    ]
+    stretches.sort(key=itemgetter(0, 1))
+    reads = [read for run in _runs(stretches) for read in _cut(run)]
     reads.sort(key=lambda read: (min(part.layer for part in read.parts), read.band, read.start))
     return reads
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stretch:
-    """Bytes that follow each other in a file and have one place in memory."""
-
-    start: int
-    view: memoryview
-    part: LayerPart
+# Bytes that follow each other in a file and have one place in memory: band, first byte, view,
+# part. A plain tuple, because there are thousands before the first byte is read.
+_Stretch: TypeAlias = tuple[int, int, memoryview, LayerPart]
 
 
 def _stretches(layout: SlabLayout, part: LayerPart) -> Iterator[_Stretch]:
     for start, views in zip(layout.starts[part.layer], part.tensors, strict=True):
         for view in views:
-            yield _Stretch(start, view, part)
+            yield part.band, start, view, part
             start += len(view)
 
 
-def _numbered_runs(stretches: list[_Stretch]) -> Iterator[tuple[int, _Stretch]]:
-    """Give stretches without a gap between them one number."""
-    number, band, end = 0, -1, -1
+def _runs(stretches: Iterable[_Stretch]) -> Iterator[list[_Stretch]]:
+    """Cut where there is a gap, or another band begins."""
+    run: list[_Stretch] = []
+    expected = (-1, -1)
     for stretch in stretches:
-        if (stretch.part.band, stretch.start) != (band, end):
-            number += 1
-        yield number, stretch
-        band, end = stretch.part.band, stretch.start + len(stretch.view)
+        band, start, view, _ = stretch
+        if run and (band, start) != expected:
+            yield run
+            run = []
+        run.append(stretch)
+        expected = (band, start + len(view))
+    if run:
+        yield run
 
 
 def _cut(run: list[_Stretch]) -> Iterator[RangeRead]:
     """Cut one run into ranges of nearly the same length."""
-    size_bytes = sum(len(stretch.view) for stretch in run)
+    band, start, _, _ = run[0]
+    size_bytes = sum(len(view) for _, _, view, _ in run)
     range_bytes = -(-size_bytes // max(1, size_bytes // RANGE_BYTES))
-    start, taken, into, parts = run[0].start, 0, [], {}
-    for stretch in run:
-        rest = stretch.view
-        while rest:
-            piece, rest = rest[: range_bytes - taken], rest[range_bytes - taken :]
-            into.append(piece)
-            parts[id(stretch.part)] = stretch.part
-            taken += len(piece)
-            if taken == range_bytes:
-                yield RangeRead(stretch.part.band, start, tuple(into), tuple(parts.values()))
-                start, taken, into, parts = start + taken, 0, [], {}
+    room = range_bytes
+    into: list[memoryview] = []
+    # In the order in which they were met; only the keys matter.
+    parts: dict[LayerPart, None] = {}
+    for _, _, view, part in run:
+        while len(view) >= room:
+            into.append(view[:room])
+            parts[part] = None
+            yield RangeRead(band, start, tuple(into), tuple(parts))
+            start, view = start + range_bytes, view[room:]
+            room, into, parts = range_bytes, [], {}
+        if view:
+            into.append(view)
+            parts[part] = None
+            room -= len(view)
     if into:
-        yield RangeRead(run[0].part.band, start, tuple(into), tuple(parts.values()))
+        yield RangeRead(band, start, tuple(into), tuple(parts))

@@ -6,7 +6,7 @@ reads the header back; ``layer_parts.py`` says where a band's rows lie in memory
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -54,8 +54,7 @@ class EncodedSlab:
     digests: SlabDigests
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSegment:
+class HeadSegment(NamedTuple):
     """``length`` rows of one head, which begin at row ``start`` of a layer in memory."""
 
     start: int
