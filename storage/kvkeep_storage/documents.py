@@ -70,7 +70,7 @@ async def get_document(objects: Objects, key: DocumentKey) -> DocumentBody:
 
     Raises: NotFound; DocumentCorrupt; Incompatible for a newer envelope; ObjectsUnavailable.
     """
-    return _unseal("document", key, key.body, await objects.get(key.body), DocumentBody)
+    return await _read("document", objects, key, key.body, DocumentBody)
 
 
 async def delete_document(objects: Objects, key: DocumentKey) -> None:
@@ -89,7 +89,7 @@ async def get_mirror(objects: Objects, key: DocumentKey) -> ContextMirror:
 
     Raises: NotFound; DocumentCorrupt; Incompatible for a newer envelope; ObjectsUnavailable.
     """
-    body = _unseal("context", key, key.mirror, await objects.get(key.mirror), _MirrorBody)
+    body = await _read("context", objects, key, key.mirror, _MirrorBody)
     try:
         record = ContextRecord.from_hash(body.record)
     except RecordCorrupt as error:
@@ -159,6 +159,16 @@ def _seal(kind: _Kind, key: DocumentKey, body: BaseModel) -> bytes:
         body=body.model_dump(mode="json"),
     )
     return envelope.model_copy(update={"sha256": _digest(envelope)}).model_dump_json().encode()
+
+
+async def _read(
+    kind: _Kind, objects: Objects, key: DocumentKey, name: str, model: type[_Body]
+) -> _Body:
+    """Read and verify; twice when it is wrong, since a context fails for good by a bad document."""
+    try:
+        return _unseal(kind, key, name, await objects.get(name), model)
+    except DocumentCorrupt:
+        return _unseal(kind, key, name, await objects.get(name), model)
 
 
 def _unseal(kind: _Kind, key: DocumentKey, name: str, content: bytes, model: type[_Body]) -> _Body:
