@@ -1,8 +1,9 @@
 """Keeping the caches of all tenants under one size: the least recently used of them go.
 
-Their contexts stay, and stay ready; each is built again at its next question. Documents are not
-counted, because nothing could be built without them, and neither is what the sweeper removes
-anyway once its grace period is over.
+Their contexts stay, and stay ready; each is built again at its next question. The cache used last
+always stays: under a cap that is too small even for it, it would be built again for ever, and
+never answer. Documents are not counted, because nothing could be built without them, and neither
+is what the sweeper removes anyway once its grace period is over.
 """
 
 from collections.abc import Mapping
@@ -38,16 +39,16 @@ async def evict_to_cap(
     Safe in many processes at once: what another one has evicted counts, and is not made up for.
     Raises: StoreMismatch, before anything else goes; ObjectsUnavailable, MetadataUnavailable.
     """
-    sizes = await _least_recent_first(metadata, stored)
-    over_bytes = sum(sizes.values()) - cap_bytes
+    over_bytes, candidates = await _over(metadata, stored, cap_bytes)
     evicted = Evicted(0, 0)
-    for key, size_bytes in sizes.items():
+    for key in candidates:
         if over_bytes <= 0:
             break
         await require_bound(objects, metadata)
         outcome = await metadata.evict(key.tenant, key.cache_id, key.generation)
         if outcome == "busy":
             continue
+        size_bytes = stored[key].size_bytes
         over_bytes -= size_bytes
         if outcome == "evicted":
             # A reader that came in between finds objects missing and looks at the record again.
@@ -60,20 +61,20 @@ async def over_cap(
     metadata: Metadata, stored: Mapping[GenerationKey, Stored], cap_bytes: int
 ) -> Evicted:
     """What ``evict_to_cap`` would remove if nobody needed it now. Modifies nothing."""
-    sizes = await _least_recent_first(metadata, stored)
-    over_bytes = sum(sizes.values()) - cap_bytes
+    over_bytes, candidates = await _over(metadata, stored, cap_bytes)
     going = Evicted(0, 0)
-    for size_bytes in sizes.values():
+    for key in candidates:
         if going.size_bytes >= over_bytes:
             break
-        going = Evicted(going.caches + 1, going.size_bytes + size_bytes)
+        going = Evicted(going.caches + 1, going.size_bytes + stored[key].size_bytes)
     return going
 
 
-async def _least_recent_first(
-    metadata: Metadata, stored: Mapping[GenerationKey, Stored]
-) -> dict[GenerationKey, int]:
-    """The bytes of every committed generation that lies in the store."""
+async def _over(
+    metadata: Metadata, stored: Mapping[GenerationKey, Stored], cap_bytes: int
+) -> tuple[int, list[GenerationKey]]:
+    """By how many bytes committed caches are over the cap, and which may go, in that order."""
     used_at = await metadata.live_caches(sorted({key.tenant for key in stored}))
     oldest_first = sorted(used_at, key=lambda key: used_at[key])
-    return {key: stored[key].size_bytes for key in oldest_first if key in stored}
+    over_bytes = sum(stored[key].size_bytes for key in used_at if key in stored) - cap_bytes
+    return over_bytes, [key for key in oldest_first[:-1] if key in stored]

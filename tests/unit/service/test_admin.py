@@ -166,11 +166,19 @@ def test_gc_removes_leftovers_and_says_what(deployed: Deployed) -> None:
 def test_gc_keeps_the_store_under_its_cap(
     deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def another(stores: Stores) -> None:
+        facts = facts_for(ROWS, tenant_salt="another")
+        await stores.register(facts, "ctx_02")
+        await stores.build(ROWS, facts)
+
+    first = deployed.slab()
+    deployed.within(another)
     monkeypatch.setenv("KVKEEP_STORE_BYTES", "1")
     assert "1 caches over the cap" in deployed.admin("gc", "--dry-run").stdout
-    assert deployed.slab().exists()
+    assert first.exists()
     assert "1 caches over the cap" in deployed.admin("gc").stdout
-    assert files_below(deployed.root, "caches") == []
+    assert not first.exists()
+    assert deployed.slab().exists()
 
 
 def test_du_shows_what_each_tenant_has_beside_its_quotas(

@@ -22,6 +22,7 @@ from kvkeep_storage.sweeper import Sweeper
 
 from ...support.registering import breaking
 from .serving import IDLE, Service, serving
+from .tiny import LONG
 from .workbench import TENANT
 
 pytestmark = pytest.mark.anyio
@@ -162,9 +163,10 @@ async def test_field_27_what_the_size_cap_took_is_built_again_when_it_is_asked(
     async with serving(stores, tiny, rebuilds=rebuilds, resident_bytes=0) as service:
         request = await service.ready()
         before = await service.ids(request)
+        await service.ready(LONG)
         sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, 3600, store_bytes=0)
         assert (await sweeper.run_once()).evicted == 1
-        assert manifests(tmp_path) == []
+        assert len(manifests(tmp_path)) == 1
         assert await service.status(request) == "ready"
         asked = await asyncio.gather(
             *(service.answer(request) for _ in range(3)), return_exceptions=True
@@ -172,4 +174,4 @@ async def test_field_27_what_the_size_cap_took_is_built_again_when_it_is_asked(
         assert [type(outcome) for outcome in asked] == [ContextNotReady] * 3
         assert (await service.jobs.next_end()).how == "settled"
         assert await service.ids(request) == before
-        assert len(manifests(tmp_path)) == 1
+        assert len(manifests(tmp_path)) == 2

@@ -62,7 +62,11 @@ async def test_what_is_whole_is_told_to_be_whole(stores: Stores) -> None:
     assert [one.what for one in found] == ["record", "document", "mirror", "cache"]
     assert all(one.problem is None and one.repair is None for one in found)
     # Neither a cache that the size cap took nor one that was never built is damage.
-    await Sweeper(stores.objects, stores.metadata, stores.leases, 60, store_bytes=0).run_once()
+    another = facts_for(ROWS, tenant_salt="another")
+    await stores.register(another, "ctx_03")
+    await stores.build(ROWS, another)
+    sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, 60, store_bytes=0)
+    assert (await sweeper.run_once()).evicted == 1
     await stores.register(FACTS, "ctx_02", cache_id="d" * 64)
     assert await _problems(stores) == []
 
