@@ -73,6 +73,7 @@ class Load:
     size_bytes: int = 0
     has_first: bool = False
     is_dropped: bool = False
+    is_given_up: bool = False
 
     @property
     def is_wanted(self) -> bool:
@@ -169,8 +170,9 @@ class Loads:
 
     def cancel_unwanted(self) -> None:
         """End loads that nobody waits for, nor needs in the background."""
-        for load in [load for load in self._running if not load.is_wanted]:
-            self._cancel(load)
+        for load in self._running:
+            if not load.is_wanted:
+                self._cancel(load)
 
     def keep_to_budget(self) -> None:
         """Give up what is over the budget; then what is only brought in the background."""
@@ -191,7 +193,7 @@ class Loads:
     async def close(self) -> None:
         """End all loads, and return when they have ended."""
         tasks = [load.task for load in self._running if load.task is not None]
-        for load in list(self._running):
+        for load in self._running:
             self._cancel(load)
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -215,6 +217,10 @@ class Loads:
         return load
 
     def _cancel(self, load: Load) -> None:
+        if load.is_given_up:
+            # Once only: it is giving its lease back, and must not be disturbed.
+            return
+        load.is_given_up = True
         # Nobody may join it from now on, though it ends a little later.
         self._unlist(load)
         # What it was about to fill is free again in a moment: nothing has to go for it.

@@ -160,7 +160,8 @@ class Residency:
         """A running load to share: it brings the ratio, or at first one from the lowest on."""
         for load in self._loads.of(key):
             if lowest < ratio:
-                if lowest <= load.first_ratio <= ratio:
+                # Not one that brings all of it at once: that would not start from less.
+                if lowest <= load.first_ratio < ratio:
                     return load
             elif load.ratio >= ratio:
                 return load

@@ -115,6 +115,10 @@ class Scheduler:
                 raise Overloaded(self._max_waiting)
             self._waiting.append(task)
             self._call_for_the_engine()
+        arrival = task.sequence.context.arrival
+        if arrival is not None:
+            # The engine may be waiting for another one then.
+            arrival.when_settled(self._arrival_settled)
 
     def submit_build(self, task: BuildTask) -> None:
         """Queue a build; builds run one at a time, in order. Raises: WorkerUnavailable."""
@@ -132,6 +136,10 @@ class Scheduler:
                 len(self._builds),
                 self._thread.is_alive() and not self._is_stopping,
             )
+
+    def _arrival_settled(self) -> None:
+        with self._wake:
+            self._call_for_the_engine()
 
     def _call_for_the_engine(self) -> None:
         self._wake.notify()

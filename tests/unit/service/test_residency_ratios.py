@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvkeep_service.bringing import ASIDE_MAX
+from kvkeep_service.bringing import ASIDE_MAX, Brought, Receiver
 from kvkeep_service.residency import Residency
 from kvkeep_service.shelf import CacheKey
 from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
@@ -93,6 +93,53 @@ async def test_less_that_is_in_memory_answers_at_once_and_the_rest_is_brought(
     async with residency.pinned(A, 0.3, 0.1) as later:
         assert (later.ratio, later.source) == (0.3, "resident")
     assert store.asked == [(0.3, 0.3)]
+
+
+async def test_a_load_of_everything_is_not_waited_for_where_less_will_do(
+    residency: Residency, store: Store
+) -> None:
+    patient = Asker(residency, A, 0.3)
+    await store.begun()
+    hasty = [Asker(residency, A, 0.3, 0.1) for _ in range(2)]
+    await store.finish(a_context(3, LOW))
+    assert [(await asker.pinned()).ratio for asker in hasty] == [0.1, 0.1]
+    await store.end(a_context(9, HIGH), number=0)
+    assert (await patient.pinned()).ratio == 0.3
+    assert store.asked == [(0.3, 0.3), (0.1, 0.1)]
+    for asker in (patient, *hasty):
+        await asker.let_go()
+    assert at_rest(residency) == (1, 0, 9, 0)
+
+
+async def test_a_load_is_given_up_once_and_left_alone_while_it_cleans_up(store: Store) -> None:
+    interrupted = 0
+    entered, done = asyncio.Event(), asyncio.Event()
+
+    async def bring(key: CacheKey, ratio: float, first_ratio: float, receiver: Receiver) -> Brought:
+        nonlocal interrupted
+        try:
+            entered.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+        finally:
+            try:
+                await done.wait()
+            except asyncio.CancelledError:
+                interrupted += 1
+
+    residency = Residency(bring, budget_bytes=0, on_failure=lambda *_: None)
+    asker = Asker(residency, A)
+    await entered.wait()
+    await asker.cancel()
+    residency.drop(A)
+    residency.adopt(B, a_context())
+    await settled()
+    residency.adopt(B, a_context())
+    closing = asyncio.create_task(residency.close())
+    await settled()
+    done.set()
+    await closing
+    assert interrupted == 0
 
 
 async def test_the_first_bands_answer_as_soon_as_they_are_there_and_the_rest_follows(

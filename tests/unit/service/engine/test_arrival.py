@@ -113,6 +113,27 @@ def test_a_question_that_arrives_meanwhile_goes_first(
     assert scheduler.stats() == IDLE
 
 
+def test_a_question_whose_layers_are_all_there_does_not_wait_for_those_of_another(
+    scheduler: Scheduler,
+    model: GatedModel,
+    contexts: list[BuiltCache],
+    arriving: Arriving,
+    asked: Sequence,
+) -> None:
+    _, waiting = submit(scheduler, asked)
+    faster = Arriving(contexts[1])
+    other = sequence(model, faster.view, QUESTION, OPTIONS)
+    _, listener = submit(scheduler, other)
+    until_waiting(arriving.arrival)
+    for layer in range(LAYERS):
+        faster.arrive(layer)
+    assert listener.wait().error is None
+    assert other.generated == expected(model, contexts[1])
+    assert not waiting.ended.is_set()
+    arriving.arrival.fail(OSError("away"))
+    assert isinstance(waiting.wait().error, OSError)
+
+
 def test_a_build_does_not_wait_for_layers(
     scheduler: Scheduler, model: GatedModel, arriving: Arriving, asked: Sequence
 ) -> None:
