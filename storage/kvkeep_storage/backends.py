@@ -6,7 +6,7 @@ before a read does, OSError with ENOSPC, EDQUOT or EFBIG when there is no space,
 for all other trouble.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,12 +66,8 @@ class Backend(Protocol):
         """Remove an object; one that is missing counts as removed."""
         ...
 
-    def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectInfo]]:
+    def pages(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
         """Every object below a directory, a page at a time."""
-        ...
-
-    async def directories(self, prefix: str) -> list[str]:
-        """Names of the directories right below a directory."""
         ...
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:

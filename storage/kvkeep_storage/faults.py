@@ -8,7 +8,7 @@ the same faults.
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, fields
 from random import Random
 from typing import Self
@@ -129,16 +129,11 @@ class FaultyBackend:
         await self._behind.delete(key)
         self._after_write()
 
-    async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectInfo]]:
+    async def pages(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
         """Every object below a directory, a page at a time."""
         await self._before()
         async for page in self._behind.pages(prefix):
             yield page
-
-    async def directories(self, prefix: str) -> list[str]:
-        """Names of the directories right below a directory."""
-        await self._before()
-        return await self._behind.directories(prefix)
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:
         """Those of the store behind."""

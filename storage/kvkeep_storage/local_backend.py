@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -50,15 +50,11 @@ class LocalBackend:
         """Remove an object, and the directories that it leaves empty."""
         await asyncio.to_thread(durable.delete, self._root / key, root=self._root)
 
-    async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectInfo]]:
+    async def pages(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
         """Every object below a directory, a page at a time."""
         found = _files_below(self._root, prefix)
         while page := await asyncio.to_thread(lambda: list(islice(found, _FILES_PER_PAGE))):
             yield page
-
-    async def directories(self, prefix: str) -> list[str]:
-        """Names of the directories right below a directory."""
-        return await asyncio.to_thread(_directories_below, self._root, prefix)
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:
         """Remove what crashed writes left; return the size of each file."""
@@ -79,15 +75,6 @@ def _files_below(root: Path, prefix: str) -> Iterator[ObjectInfo]:
                 continue
             key = path.relative_to(root).as_posix()
             yield ObjectInfo(key, status.st_size, status.st_mtime)
-
-
-def _directories_below(root: Path, prefix: str) -> list[str]:
-    _require_directory(root)
-    try:
-        with os.scandir(root / prefix) as entries:
-            return [entry.name for entry in entries if entry.is_dir()]
-    except FileNotFoundError:
-        return []
 
 
 def _delete_temporary(root: Path, older_than_seconds: float) -> list[int]:

@@ -9,8 +9,8 @@ import errno
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Self
 
 from kvkeep_storage import keys
@@ -136,19 +136,22 @@ class Objects:
     async def objects_below(self, prefix: str) -> list[ObjectInfo]:
         """Every object in a directory and below it, unordered. Raises: ObjectsUnavailable."""
         found: list[ObjectInfo] = []
-        pages = self._backend.pages(prefix)
-        while True:
-            # Each page has a deadline of its own: a long listing is not a stalled one.
-            async with self._operation("list", prefix, 0):
-                page = await anext(pages, None)
-            if page is None:
-                return found
+        async for page in self._pages(prefix):
             found.extend(page)
+        return found
 
     async def directories_below(self, prefix: str) -> list[str]:
-        """Names of the directories right below a directory. Raises: ObjectsUnavailable."""
-        async with self._operation("list", prefix, 0):
-            return await self._backend.directories(prefix)
+        """Names of the directories right below a directory that hold an object, however deep.
+
+        Found by going through all objects: some servers go on naming directories whose last
+        object was deleted. Raises: ObjectsUnavailable.
+        """
+        names: set[str] = set()
+        start = len(prefix) + 1 if prefix else 0
+        async for page in self._pages(prefix):
+            below = (item.key[start:].partition("/") for item in page)
+            names.update(name for name, slash, _ in below if slash)
+        return sorted(names)
 
     async def check(self, *, deadline_seconds: float) -> None:
         """Try once, at the start, what everything later relies on.
@@ -170,7 +173,8 @@ class Objects:
     async def _check(self) -> None:
         probe = f"{keys.CHECKS}/{secrets.token_hex(8)}"
         try:
-            await self.directories_below(keys.DOCUMENTS)
+            async with aclosing(self._pages(keys.DOCUMENTS)) as pages:
+                await anext(pages, None)
         except ObjectsUnavailable as error:
             raise _because("cannot be read", error) from error
         try:
@@ -238,6 +242,16 @@ class Objects:
         """
         async with self._operation("delete", "temporary files", 0):
             return await self._backend.delete_temporary_files(older_than_seconds)
+
+    async def _pages(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        async with aclosing(self._backend.pages(prefix)) as pages:
+            while True:
+                # Each page has a deadline of its own: a long listing is not a stalled one.
+                async with self._operation("list", prefix, 0):
+                    page = await anext(pages, None)
+                if page is None:
+                    return
+                yield page
 
     @asynccontextmanager
     async def _operation(self, name: str, key: str, size_bytes: int) -> AsyncIterator[None]:

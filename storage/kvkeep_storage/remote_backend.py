@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -146,7 +146,7 @@ class RemoteBackend:
         except FileNotFoundError:
             return
 
-    async def pages(self, prefix: str) -> AsyncIterator[Sequence[ObjectInfo]]:
+    async def pages(self, prefix: str) -> AsyncGenerator[Sequence[ObjectInfo], None]:
         """Every object below a directory, a page at a time."""
         stream = aiter(obstore.list(self._store, prefix, chunk_size=_OBJECTS_PER_PAGE))
         while True:
@@ -159,12 +159,6 @@ class RemoteBackend:
                 for meta in page
                 if not durable.is_temporary(meta["path"])
             ]
-
-    async def directories(self, prefix: str) -> list[str]:
-        """Names of the directories right below a directory."""
-        with _translated(prefix):
-            listing = await obstore.list_with_delimiter_async(self._store, prefix)
-        return [path.rpartition("/")[2] for path in listing["common_prefixes"]]
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:
         """Remove what checks left at the top; unfinished uploads are out of sight."""

@@ -201,3 +201,13 @@ async def test_what_a_check_left_is_no_object_and_goes_when_it_is_old(store: Obj
     assert await store.delete_temporary_files(-2) == [2]
     assert await store.delete_temporary_files(-2) == []
     assert await store.get("store.json") == b"1"
+
+
+async def test_a_directory_whose_last_object_is_gone_is_none(store: Objects) -> None:
+    for key in ("a/1/x", "a/2/y/z", "a/w"):
+        await store.put(key, b"1")
+    await store.delete("a/1/x")
+    assert await store.directories_below("a") == ["2"]
+    await store.delete("a/2/y/z")
+    assert await store.directories_below("a") == []
+    assert await store.directories_below("") == ["a"]
