@@ -23,6 +23,7 @@ from kvkeep_storage.records import Expiry
 from ...support.redis_servers import ValkeyProcess, running
 from ...support.registering import WANTED, built
 from ...support.scripted_worker import ScriptedWorker
+from ...support.stores import files_below
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 TENANT = "default"
@@ -87,6 +88,22 @@ async def test_a_redis_that_hangs_costs_a_time_out_and_then_not_one_each_time(
                 assert await asked(registry, context_id) == cache_id
     finally:
         valkey.resume()
+
+
+async def test_a_registration_that_redis_hung_on_is_no_context_when_it_wakes(
+    registry: Registry, stores: Stores, valkey: ValkeyProcess, tmp_path: Path
+) -> None:
+    valkey.pause()
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(MetadataUnavailable):
+                await registry.register(TENANT, WANTED)
+    finally:
+        valkey.resume()
+    valkey.until_it_answers()
+    assert (await registry.contexts(TENANT, Filter())).records == ()
+    assert await stores.metadata.unfinished() == []
+    assert files_below(tmp_path) == ["store.json"]
 
 
 async def test_the_window_ends(

@@ -25,6 +25,11 @@ async def claimed(jobs: Jobs, owner: str, block_seconds: float = 0) -> Job:
     return job
 
 
+async def pending(redis: Redis) -> list[Any]:
+    found: list[Any] = await redis.xpending_range(BUILDS, GROUP, "-", "+", 100)
+    return found
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8, 12, 20, 40])
 async def test_a_cancelled_claim_costs_neither_a_job_nor_time_nor_an_attempt(
     metadata: Metadata, steps: int
@@ -85,5 +90,6 @@ async def test_a_job_whose_reply_was_lost_comes_with_the_next_claim_and_uncounte
     await redis.xreadgroup(GROUP, "w1", {BUILDS: ">"}, count=1)
     lost = await claimed(jobs, "w1")
     assert (held.context_id, lost.context_id, lost.attempts) == ("ctx_0", "ctx_1", 1)
+    assert [entry["times_delivered"] for entry in await pending(redis)] == [1, 1]
     assert (await claimed(jobs, "w1")).context_id == "ctx_2"
     assert await jobs.claim("w1", 0) is None
