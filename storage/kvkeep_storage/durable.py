@@ -135,11 +135,6 @@ def temporary_files(root: Path) -> Iterator[TemporaryFile]:
                 yield TemporaryFile(path, status.st_size, now - status.st_mtime)
 
 
-def temporary_name() -> str:
-    """Make up a name that says: whatever is left under it may go."""
-    return f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
-
-
 def is_temporary(name: str) -> bool:
     """Whether a file name is one that only unfinished writes have."""
     return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
@@ -151,7 +146,7 @@ def _written_temporary(path: Path, content: bytes, root: Path) -> Iterator[Path]
 
     It is locked for the length of the ``with`` block, so that nobody takes it for a leftover.
     """
-    temporary = path.with_name(temporary_name())
+    temporary = path.with_name(f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}")
     descriptor = _open_new(temporary, root)
     try:
         try:

@@ -235,7 +235,7 @@ class Objects:
         return store_id
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:
-        """Remove what crashed writes and checks left in plain sight; return the size of each.
+        """Remove what crashed writes left in a local store; return the size of each file.
 
         Remote stores keep unfinished uploads out of sight; their own life-cycle rules end them.
         Raises: ObjectsUnavailable.

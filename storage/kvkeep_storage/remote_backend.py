@@ -8,7 +8,6 @@ whole operation (``retries.retrying``) stays within the same number of attempts.
 import errno
 import os
 import re
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +17,6 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store, from_url
 
-from kvkeep_storage import durable
 from kvkeep_storage.backends import ObjectInfo, RemoteTrouble
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.retries import ATTEMPTS, PAUSE_SECONDS_FIRST, PAUSE_SECONDS_MAX
@@ -157,20 +155,12 @@ class RemoteBackend:
             yield [
                 ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for meta in page
-                if not durable.is_temporary(meta["path"])
             ]
 
     async def delete_temporary_files(self, older_than_seconds: float) -> list[int]:
-        """Remove what checks left at the top; unfinished uploads are out of sight."""
-        with _translated(""):
-            listing = await obstore.list_with_delimiter_async(self._store)
-        removed = []
-        for meta in listing["objects"]:
-            age_seconds = time.time() - meta["last_modified"].timestamp()
-            if durable.is_temporary(meta["path"]) and age_seconds >= older_than_seconds:
-                await self.delete(meta["path"])
-                removed.append(meta["size"])
-        return removed
+        """Nothing: unfinished uploads are out of sight; rules of the bucket end them."""
+        del older_than_seconds
+        return []
 
 
 def _client(deadline_seconds: float) -> "ClientConfig":

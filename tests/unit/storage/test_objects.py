@@ -192,17 +192,6 @@ async def test_a_check_of_a_store_that_works_changes_nothing(store: Objects) -> 
     assert await store.find_store_id() == store_id
 
 
-async def test_what_a_check_left_is_no_object_and_goes_when_it_is_old(store: Objects) -> None:
-    await store.put(".kvkeep-0011.tmp", b"12")
-    await store.put("store.json", b"1")
-    assert [item.key for item in await store.objects_below("")] == ["store.json"]
-    assert await store.delete_temporary_files(3600) == []
-    # Servers round to seconds, up or down.
-    assert await store.delete_temporary_files(-2) == [2]
-    assert await store.delete_temporary_files(-2) == []
-    assert await store.get("store.json") == b"1"
-
-
 async def test_a_directory_whose_last_object_is_gone_is_none(store: Objects) -> None:
     for key in ("a/1/x", "a/2/y/z", "a/w"):
         await store.put(key, b"1")
