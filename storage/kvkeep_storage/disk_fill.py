@@ -1,13 +1,15 @@
 """One object on its way from the store to the disk tier, read by many as it arrives."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from time import monotonic, perf_counter
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
+from kvkeep_storage.artifact import RowBytes
 from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.disk_files import DiskFiles, Part
 from kvkeep_storage.objects import Objects
@@ -15,7 +17,8 @@ from kvkeep_storage.objects import Objects
 Result = TypeVar("Result")
 
 CHUNK_BYTES: Final = 8 * 2**20
-_CHUNKS_AT_ONCE: Final = 4
+# Of one fill, so that others get their turn; what is written counts too.
+_CHUNKS_AT_ONCE: Final = 16
 # Another process that fills the same file is waited for while it writes, and not for ever.
 _STALLED_SECONDS: Final = 5.0
 _WAIT_SECONDS: Final = 60.0
@@ -43,6 +46,18 @@ class Traffic:
         self.seconds += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all fills of a tier share: chunks asked of the store at once, and held in memory.
+
+    More are held than are asked for, so that a disk which writes slowly for a while does not
+    hold up the load.
+    """
+
+    requests: asyncio.Semaphore
+    chunks: asyncio.Semaphore
+
+
 class Fill:
     """Fetches an object once, chunk by chunk in rising order, for this and other processes."""
 
@@ -53,20 +68,21 @@ class Fill:
         key: str,
         *,
         in_thread: InThread,
-        requests: asyncio.Semaphore,
+        limits: Limits,
         fetched: Traffic,
     ) -> None:
-        """``requests`` bounds the chunks in memory at once; ``fetched`` is counted up."""
+        """Nothing happens before ``run``. ``fetched`` is counted up."""
         self._objects = objects
         self._files = files
         self._key = key
         self._in_thread = in_thread
-        self._requests = requests
+        self._limits = limits
         self._fetched = fetched
         self._part: Part | None = None
         self._begun = asyncio.Event()
         self._arrivals: list[asyncio.Event] = []
-        self._arrived: set[int] = set()
+        self._in_memory: dict[int, RowBytes] = {}
+        self._on_disk: set[int] = set()
         self._dropped = asyncio.Event()
 
     def drop(self) -> None:
@@ -112,11 +128,21 @@ class Fill:
         end = start + sum(len(view) for view in into)
         if part is None or end > part.size_bytes:
             return False
-        for index in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        for index, pieces in groupby(_pieces(start, into), key=lambda piece: piece.chunk):
             await self._arrivals[index].wait()
-            if index not in self._arrived:
+            if not await self._read_chunk(part, index, list(pieces)):
                 return False
-        return await self._in_thread(part.read, into, start)
+        return True
+
+    async def _read_chunk(self, part: Part, index: int, pieces: "list[_Piece]") -> bool:
+        if index in self._in_memory:
+            # Not among those that wait for the disk.
+            await asyncio.to_thread(_copy, self._in_memory[index], pieces)
+            return True
+        if index not in self._on_disk:
+            return False
+        start = index * CHUNK_BYTES + pieces[0].offset
+        return await self._in_thread(part.read, [piece.view for piece in pieces], start)
 
     async def _begin(self, size_bytes: int) -> Part | None:
         """None when there is no room, or another process has filled it, or hangs in that."""
@@ -136,15 +162,21 @@ class Fill:
 
     async def _fetch(self, part: Part, index: int) -> None:
         start = index * CHUNK_BYTES
-        async with self._requests:
-            # Memory of its own for each: a read that missed its deadline may still write to it.
-            chunk = np.empty(min(CHUNK_BYTES, part.size_bytes - start), np.uint8)
-            started = perf_counter()
-            await self._objects.read_ranges(self._key, start, [chunk.data])
-            self._fetched.add(len(chunk), perf_counter() - started)
-            await self._in_thread(part.write, chunk.data, start)
-        self._arrived.add(index)
-        self._arrivals[index].set()
+        async with self._limits.chunks:
+            async with self._limits.requests:
+                # Memory of its own for each: a read given up may still write to it.
+                chunk = np.empty(min(CHUNK_BYTES, part.size_bytes - start), np.uint8)
+                started = perf_counter()
+                await self._objects.read_ranges(self._key, start, [chunk.data])
+                self._fetched.add(len(chunk), perf_counter() - started)
+            # Readers have it from here, and need not wait for the disk.
+            self._in_memory[index] = chunk
+            self._arrivals[index].set()
+            try:
+                await self._in_thread(part.write, chunk.data, start)
+                self._on_disk.add(index)
+            finally:
+                del self._in_memory[index]
 
     async def _finish(self, part: Part, cost_seconds: float) -> None:
         if self._dropped.is_set():
@@ -153,3 +185,30 @@ class Fill:
         # Dropped while it got its name.
         if self._dropped.is_set():
             await self._in_thread(self._files.remove, self._key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A view that one chunk fills, from ``offset`` in the chunk on."""
+
+    chunk: int
+    offset: int
+    view: memoryview
+
+
+def _pieces(start: int, into: Sequence[memoryview]) -> Iterator[_Piece]:
+    """Cut buffers where chunks end."""
+    for buffer in into:
+        rest = buffer
+        while rest:
+            index, offset = divmod(start, CHUNK_BYTES)
+            view = rest[: CHUNK_BYTES - offset]
+            yield _Piece(index, offset, view)
+            start, rest = start + len(view), rest[len(view) :]
+
+
+def _copy(chunk: RowBytes, pieces: Sequence[_Piece]) -> None:
+    for piece in pieces:
+        # By numpy, which lets other threads run meanwhile.
+        place = np.frombuffer(piece.view, np.uint8)
+        np.copyto(place, chunk[piece.offset : piece.offset + len(place)])

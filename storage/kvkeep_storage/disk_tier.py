@@ -27,7 +27,7 @@ from typing import Final, Self, TypeVar
 from kvkeep_storage import keys
 from kvkeep_storage.disk_budget import DiskBudget
 from kvkeep_storage.disk_files import DiskFiles
-from kvkeep_storage.disk_fill import Fill, Traffic
+from kvkeep_storage.disk_fill import Fill, Limits, Traffic
 from kvkeep_storage.disk_health import DiskHealth
 from kvkeep_storage.errors import Invalid, ObjectsUnavailable, StorageError
 from kvkeep_storage.keys import GenerationKey
@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _REQUESTS_AT_ONCE: Final = 8
+_CHUNKS_IN_MEMORY: Final = 32
 _THREADS: Final = 8
 # A disk that takes longer counts as hung; a read that it delays so long is given up.
 _DISK_SECONDS: Final = 20.0
@@ -86,7 +87,10 @@ class DiskTier:
         self._budget = DiskBudget(root, budget_bytes)
         self._found: DiskFiles | None = None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvkeep-disk")
-        self._requests = asyncio.Semaphore(_REQUESTS_AT_ONCE)
+        self._limits = Limits(
+            requests=asyncio.Semaphore(_REQUESTS_AT_ONCE),
+            chunks=asyncio.Semaphore(_CHUNKS_IN_MEMORY),
+        )
         self._fills: dict[str, Fill] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sizes: dict[str, int] = {}
@@ -245,7 +249,7 @@ class DiskTier:
             files,
             key,
             in_thread=self._in_thread,
-            requests=self._requests,
+            limits=self._limits,
             fetched=self._fetched,
         )
         self._fills[key] = fill

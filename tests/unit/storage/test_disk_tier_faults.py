@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvkeep_storage import disk_fill, disk_health, disk_tier
+from kvkeep_storage import disk_files, disk_fill, disk_health, disk_tier
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.errors import ObjectsUnavailable
 
@@ -275,3 +276,26 @@ async def test_a_directory_that_is_removed_meanwhile_is_made_again(
     assert await read(tier, KEY.slab(1), 0, 4304) == CONTENT[::-1]
     await settled(tier)
     assert [path.name for path in copies(disk)] == ["kv-01.safetensors"]
+
+
+async def test_a_disk_that_writes_slowly_does_not_hold_up_the_load(
+    objects: CountedObjects, open_tier: OpenTier, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_fill, "CHUNK_BYTES", 300)
+    go_on = threading.Event()
+    write = disk_files.Part.write
+
+    def slow_write(self: disk_files.Part, content: memoryview, offset: int) -> None:
+        assert go_on.wait(30)
+        write(self, content, offset)
+
+    monkeypatch.setattr(disk_files.Part, "write", slow_write)
+    tier = open_tier(objects)
+    try:
+        async with asyncio.timeout(20):
+            assert await read(tier, SLAB, 0, 4304) == CONTENT
+        assert content_at(copy) is None
+    finally:
+        go_on.set()
+    await settled(tier)
+    assert content_at(copy) == CONTENT
