@@ -70,6 +70,8 @@ async def register(
     record = _record(tenant, served, wanted, prepared, now)
     key = DocumentKey(tenant, record.id)
     try:
+        # Before anything is written; creating the record compares them again.
+        await stores.metadata.check_quotas(record, stores.quotas)
         await put_document(stores.objects, key, _body(wanted, prepared))
         await stores.metadata.create_context(record, stores.quotas)
         # Before it can be ready: builds mirror what waits for one, and nobody else looks again.

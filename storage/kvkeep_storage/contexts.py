@@ -46,27 +46,33 @@ class ContextTable(ContextIndex):
         Raises: QuotaExceeded; Conflict when the id is taken; nothing is changed then. Also
         Conflict when an earlier call with this record was carried out and its reply lost.
         """
-        outcome, *rest = await self._create(record, quotas)
-        if outcome == "quota":
-            raise _quota_exceeded(rest)
-        if outcome == "taken":
-            raise Conflict("context", record.id, "this id is taken")
+        _admitted(record, await self._create(record, quotas))
+
+    async def check_quotas(self, record: ContextRecord, quotas: Quotas) -> None:
+        """Return when ``create_context`` would admit this record now. Modifies nothing.
+
+        A quick no before anything is stored; only creating decides. Raises: as creating does.
+        """
+        if quotas != NO_QUOTAS:
+            _admitted(record, await self._try(scripts.ADMIT, record, quotas))
 
     async def restore_context(self, record: ContextRecord) -> bool:
         """Write a context unless its id is taken; False when it is. Asks for no quota."""
-        outcome, *_ = await self._create(record, NO_QUOTAS)
-        return outcome == "ok"
+        return (await self._create(record, NO_QUOTAS))[0] == "ok"
 
     async def _create(self, record: ContextRecord, quotas: Quotas) -> list[str]:
-        if record.status == "expired":
-            raise Invalid("context.status", "'expired' is derived from expires_at, never stored")
-        keys = TenantKeys(record.tenant)
         # Before the record: a tenant without contexts is harmless, a context whose tenant is
         # unknown would never expire nor be built.
         await self._link.command("SADD", TENANTS, record.tenant)
+        return await self._try(scripts.CREATE, record, quotas)
+
+    async def _try(self, script: str, record: ContextRecord, quotas: Quotas) -> list[str]:
+        if record.status == "expired":
+            raise Invalid("context.status", "'expired' is derived from expires_at, never stored")
+        keys = TenantKeys(record.tenant)
         stored = record.to_hash()
         reply = await self._link.run(
-            scripts.CREATE,
+            script,
             [
                 keys.context(record.id),
                 keys.contexts,
@@ -280,6 +286,14 @@ class ContextTable(ContextIndex):
         # Empty when there is no such context; the scripts look at the record again.
         found = await self._link.command("HGET", keys.context(context_id), "cache_id")
         return "" if found is None else str(found)
+
+
+def _admitted(record: ContextRecord, reply: list[str]) -> None:
+    outcome, *rest = reply
+    if outcome == "quota":
+        raise _quota_exceeded(rest)
+    if outcome == "taken":
+        raise Conflict("context", record.id, "this id is taken")
 
 
 def _quota_exceeded(reply: list[str]) -> QuotaExceeded:

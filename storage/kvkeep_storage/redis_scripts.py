@@ -12,8 +12,7 @@ from kvkeep_storage.usage_scripts import ACCOUNT, QUOTAS
 
 # KEYS context contexts unfinished expiry references cache waiting charges
 # ARGV id cache_id expires_at|'' max_contexts|'' max_queued|'' max_bytes|'' field value ...
-# -> {'ok'} | {'taken'} | {'quota', which, limit, used, asked}
-CREATE: Final = (
+_ADMIT: Final = (
     QUOTAS
     + """
 if redis.call('EXISTS', KEYS[1]) == 1 then return {'taken'} end
@@ -26,6 +25,16 @@ if not refused and waits then
   refused = over_build(KEYS[3], KEYS[6], KEYS[8], ARGV[2], bytes, fields.ratio, ARGV[5], ARGV[6])
 end
 if refused then return refused end
+"""
+)
+
+# -> {'ok'} | {'taken'} | {'quota', which, limit, used, asked}
+ADMIT: Final = _ADMIT + "return {'ok'}"
+
+# -> as ADMIT
+CREATE: Final = (
+    _ADMIT
+    + """
 redis.call('HSET', KEYS[1], unpack(ARGV, 7))
 redis.call('ZADD', KEYS[2], 0, ARGV[1])
 if waits then wait(KEYS[1], KEYS[3], KEYS[7], ARGV[1]) end

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep_service.errors import QuotaExceeded
 from kvkeep_service.registration import Answered
 from kvkeep_service.registry import Registry
 from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import Full, MetadataUnavailable, ObjectsUnavailable
+from kvkeep_storage.quotas import Quotas
 from kvkeep_storage.records import Expiry
 
 from ...support.registering import AWAY, WANTED, breaking, built, stored
@@ -117,3 +119,24 @@ async def test_the_default_expiry_counts_from_creation(
     assert Registry(stores, worker).default_expiry is None
     registry = Registry(stores, worker, default_ttl_seconds=60)
     assert registry.default_expiry == Expiry("created_at", 60)
+
+
+async def test_what_the_quota_refuses_is_not_even_written(
+    stores: Stores, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    full = breaking(stores, "objects", "put", Full("document.json", 10))
+    registry = Registry(replace(full, quotas=Quotas(contexts=0)), worker)
+    with pytest.raises(QuotaExceeded):
+        await registry.register("default", WANTED)
+
+
+async def test_of_requests_at_one_time_as_many_as_fit_are_admitted_and_the_rest_leaves_nothing(
+    stores: Stores, worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    registry = Registry(replace(stores, quotas=Quotas(contexts=3)), worker)
+    outcomes = await asyncio.gather(
+        *(registry.register("default", WANTED) for _ in range(10)), return_exceptions=True
+    )
+    assert sum(isinstance(outcome, QuotaExceeded) for outcome in outcomes) == 7
+    assert len(stored(tmp_path)) == 1 + 2 * 3
+    assert (await stores.metadata.usage("default")).contexts == 3
