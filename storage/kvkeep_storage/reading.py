@@ -78,13 +78,13 @@ class Reading:
         name, slab = self._key.slab(band), self._manifest.slabs[band]
 
         async def read_header() -> memoryview:
-            stored_bytes = await self._source.size(name)
+            # New memory for each try, so that a read that still writes does no harm.
+            header = np.empty(slab.header_bytes, np.uint8).data
+            looks = (self._source.size(name), self._source.read_ranges(name, 0, [header]))
+            stored_bytes, _ = await run_together(looks, limit=len(looks))
             if stored_bytes != slab.size_bytes:
                 reason = f"{stored_bytes} bytes are stored, {slab.size_bytes} were written"
                 raise Corrupt(name, reason)
-            # New memory for each try, so that a read that still writes does no harm.
-            header = np.empty(slab.header_bytes, np.uint8).data
-            await self._source.read_ranges(name, 0, [header])
             return header
 
         manifest = self._manifest
