@@ -39,6 +39,8 @@ async def finish(calls: Calls, told: Told) -> None:
     for tenant, context_id in sorted(told.deleting - told.deleted):
         await calls.remove(tenant, context_id)
     stores = calls.stores
+    if any(what.startswith("register met") for what in told.counts):
+        await _remove_unregistered(calls, told)
     give_up_at = time.monotonic() + _FINISH_SECONDS
     while time.monotonic() < give_up_at:
         await stores.jobs.reconcile(stores.metadata)
@@ -48,6 +50,14 @@ async def finish(calls: Calls, told: Told) -> None:
             break
     await calls.sweep(grace_seconds=0)
     await calls.collect_lone_documents()
+
+
+async def _remove_unregistered(calls: Calls, told: Told) -> None:
+    """Delete what refused registrations could not take back from a store that failed again."""
+    for tenant in TENANTS:
+        for record in (await calls.stores.metadata.contexts(tenant, limit=1000)).records:
+            if (tenant, record.id) not in told.registered:
+                await calls.remove(tenant, record.id)
 
 
 @dataclass(slots=True)
