@@ -36,7 +36,8 @@ async def test_a_server_out_of_reach_is_named_in_one_line_in_time() -> None:
         with pytest.raises(ObjectsUnavailable) as error:
             await store.check(deadline_seconds=8)
         assert time.monotonic() - began < 9
-        assert f"s3://kvkeep/prefix at {url}: cannot be read" in str(error.value)
+        # A resolver that nobody answers takes as long as it is given.
+        assert str(error.value).startswith(f"object store: s3://kvkeep/prefix at {url}: ")
         assert "\n" not in str(error.value)
     with silence() as url, pytest.raises(ObjectsUnavailable, match=r"no answer in 0\.5 s"):
         await Objects.open(S3Server("nobody", url).url("")).check(deadline_seconds=0.5)

@@ -17,7 +17,7 @@ from ...support.tcp_proxy import TcpProxy, tcp_proxy
 
 pytestmark = [pytest.mark.anyio, pytest.mark.s3, pytest.mark.usefixtures("s3_credentials")]
 
-DEADLINE_SECONDS = 1.5
+DEADLINE_SECONDS = 3.0
 CONTENT = random.Random(5).randbytes(3 * 2**20)
 
 
@@ -46,7 +46,7 @@ async def test_field_32_a_line_that_goes_silent_ends_in_an_error_within_the_dead
         with pytest.raises(ObjectsUnavailable, match="no answer"):
             await call()
         # A transfer is given time for its bytes.
-        assert time.monotonic() - began < DEADLINE_SECONDS + len(CONTENT) / 2**22 + 0.5
+        assert time.monotonic() - began < DEADLINE_SECONDS + len(CONTENT) / 2**22 + 2
 
     await asyncio.gather(*(overdue(call) for call in every_call(store, CONTENT)))
 
@@ -94,7 +94,7 @@ async def test_a_silence_shorter_than_the_deadline_is_survived(
 ) -> None:
     line.fall_silent()
     reading = asyncio.create_task(store.get("x"))
-    await asyncio.sleep(0.7)
+    await asyncio.sleep(1.2)
     # The client has given the silent connection up, and asked again on another.
     line.speak()
     assert await reading == CONTENT
