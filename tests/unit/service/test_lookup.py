@@ -38,7 +38,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
 @pytest.fixture
 async def stores(valkey: ValkeyProcess, tmp_path: Path) -> AsyncIterator[Stores]:
     valkey.call("FLUSHALL")
-    metadata = await Metadata.connect(valkey.url, timeout_seconds=0.3)
+    metadata = await Metadata.connect(valkey.url, timeout_seconds=1)
     objects = Objects.open(tmp_path.as_uri())
     await bind_if_new(objects, metadata)
     yield Stores(metadata, objects, Leases(metadata), Jobs(metadata))
@@ -83,7 +83,7 @@ async def test_a_redis_that_hangs_costs_a_time_out_and_then_not_one_each_time(
     cache_id = await asked(registry, context_id)
     valkey.pause()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             for _ in range(200):
                 assert await asked(registry, context_id) == cache_id
     finally:
@@ -95,7 +95,7 @@ async def test_a_registration_that_redis_hung_on_is_no_context_when_it_wakes(
 ) -> None:
     valkey.pause()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with pytest.raises(MetadataUnavailable):
                 await registry.register(TENANT, WANTED)
     finally:
