@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     resident_bytes: int = Field(4 * 2**30, ge=0)
     """Budget for caches held in the engine's memory."""
     host_bytes: int = Field(4 * 2**30, ge=0)
-    """Budget for copies of loaded caches in page-locked host memory, on a GPU; 0 keeps none."""
+    """Budget for what a GPU gives up, in page-locked host memory; 0 keeps none."""
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
     tenant_bytes: int | None = Field(None, ge=0)

@@ -1,38 +1,31 @@
 """Verified caches in host memory, for when the device's copy has been given up.
 
 Only where the engine computes on a device with memory of its own: on a CPU its caches are in
-host memory anyway, and there is no such tier. A copy is made behind a load, so that giving the
-device's up costs nothing later; bytes go back to the device from it, bit for bit. What was built
-here and never loaded has no copy: its first load comes from the store.
+host memory anyway, and there is no such tier. What the device gives up is copied here, loaded or
+built alike, and goes back bit for bit.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Final, TypeAlias
 
 import numpy as np
 import structlog
 import torch
+from torch import Tensor
 
+from kvkeep_kernels.layout import RaggedKV
+from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.shelf import CacheKey
-from kvkeep_storage.artifact import CacheRows, Int32Array, LayerRows, RowBytes
 from kvkeep_storage.lru import CostAwareLru
 
 _log = structlog.get_logger(__name__)
 
 Allocate: TypeAlias = Callable[[int], memoryview]
 
-# Every array begins at a multiple of this: enough for any dtype, and for whole cache lines.
+# Every tensor begins at a multiple of this: enough for any dtype, and for whole cache lines.
 _ALIGNED_BYTES: Final = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostCopy:
-    """The rows of a cache, and its document's length in tokens."""
-
-    rows: CacheRows
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,7 @@ class HostTier:
     def __init__(self, budget_bytes: int, allocate: Allocate) -> None:
         """``allocate`` gives writable memory of so many bytes, or raises."""
         self._allocate = allocate
-        self._copies: dict[CacheKey, HostCopy] = {}
+        self._copies: dict[CacheKey, ResidentContext] = {}
         self._coming: dict[CacheKey, object] = {}
         self._lru: CostAwareLru[CacheKey] = CostAwareLru(budget_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,28 +57,38 @@ class HostTier:
         """The caches that have a copy."""
         return list(self._copies)
 
-    def find(self, key: CacheKey, ratio: float) -> HostCopy | None:
-        """The copy of a cache that is cut at a ratio, if there is one; this counts as a use."""
+    def find(self, key: CacheKey, ratio: float) -> ResidentContext | None:
+        """The copy of a cache that is cut at a ratio, if there is one; this counts as a use.
+
+        Its tensors are in host memory: see ``moved``.
+        """
         found = self._copies.get(key)
-        if found is None or ratio not in found.rows.ratios:
+        if found is None or ratio not in found.ratios:
             self._misses += 1
             return None
         self._hits += 1
         self._lru.touch(key)
         return found
 
-    def keep(self, key: CacheKey, rows: CacheRows, num_tokens: int, *, cost_seconds: float) -> None:
-        """Begin to copy a cache that was just loaded, if the budget has room for it.
+    def keep(self, key: CacheKey, context: ResidentContext, cost_seconds: float) -> None:
+        """Begin to copy a cache that the device has given up, if the budget has room for it.
 
-        ``cost_seconds`` is what the load took.
+        ``cost_seconds`` is what it took to load or build. The device's memory is free once it
+        is copied, which is a matter of milliseconds.
         """
-        size_bytes = _size_of(rows)
-        if key in self._coming or self._has(key, rows) or not self._make_room(key, size_bytes):
+        if key in self._coming:
+            return
+        present = self._copies.get(key)
+        if present is not None and set(present.ratios) >= set(context.ratios):
+            self._lru.touch(key)
+            return
+        size_bytes = _size_of(context)
+        if not self._make_room(key, size_bytes):
             return
         coming = self._coming[key] = object()
         self._lru.put(key, size_bytes, cost_seconds)
         self._lru.pin(key)
-        task = asyncio.create_task(self._copy(key, rows, num_tokens, coming))
+        task = asyncio.create_task(self._copy(key, context, coming))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -111,10 +114,10 @@ class HostTier:
             evictions=self._evictions,
         )
 
-    async def _copy(self, key: CacheKey, rows: CacheRows, num_tokens: int, coming: object) -> None:
-        copied: CacheRows | None = None
+    async def _copy(self, key: CacheKey, context: ResidentContext, coming: object) -> None:
+        copied: ResidentContext | None = None
         try:
-            copied = await asyncio.to_thread(_copied, rows, self._allocate)
+            copied = await asyncio.to_thread(_copied, context, self._allocate)
         except (MemoryError, RuntimeError) as error:
             # What torch raises when no more memory can be pinned.
             _log.warning("host_copy_failed", cache=key.cache_id, error=type(error).__name__)
@@ -126,11 +129,7 @@ class HostTier:
                 if copied is None:
                     self._lru.remove(key)
                 else:
-                    self._copies[key] = HostCopy(copied, num_tokens)
-
-    def _has(self, key: CacheKey, rows: CacheRows) -> bool:
-        found = self._copies.get(key)
-        return found is not None and set(found.rows.ratios) >= set(rows.ratios)
+                    self._copies[key] = copied
 
     def _make_room(self, key: CacheKey, size_bytes: int) -> bool:
         """Give up what the budget has no room for beside a new copy; False when that is not enough.
@@ -152,32 +151,42 @@ def pinned_memory(num_bytes: int) -> memoryview:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
-def _size_of(rows: CacheRows) -> int:
-    arrays = ((layer.k, layer.v, layer.position) for layer in rows.layers)
-    return sum(_aligned(array.nbytes) for layer in arrays for array in layer)
+def moved(context: ResidentContext, device: torch.device) -> ResidentContext:
+    """The same cache with its tensors on a device; blocks until they are there."""
+    layers = tuple(
+        replace(layer, **{name: tensor.to(device) for name, tensor in _tensors(layer).items()})
+        for layer in context.layers
+    )
+    return ResidentContext(layers, context.counts, context.ratios, context.num_tokens)
+
+
+def _tensors(layer: RaggedKV) -> Mapping[str, Tensor]:
+    """Every tensor of a layer, whatever kinds of rows have."""
+    found = ((field.name, getattr(layer, field.name)) for field in fields(layer))
+    return {name: value for name, value in found if isinstance(value, Tensor)}
+
+
+def _size_of(context: ResidentContext) -> int:
+    tensors = (tensor for layer in context.layers for tensor in _tensors(layer).values())
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _copied(rows: CacheRows, allocate: Allocate) -> CacheRows:
-    memory = np.frombuffer(allocate(_size_of(rows)), np.uint8)
+def _copied(context: ResidentContext, allocate: Allocate) -> ResidentContext:
+    memory = torch.from_numpy(np.frombuffer(allocate(_size_of(context)), np.uint8))
     used_bytes = 0
 
-    def copy(array: RowBytes | Int32Array) -> RowBytes:
+    def copy(tensor: Tensor) -> Tensor:
         nonlocal used_bytes
-        place = memory[used_bytes : used_bytes + array.nbytes]
-        place[:] = array.reshape(-1).view(np.uint8)
-        used_bytes += _aligned(array.nbytes)
-        return place
+        place = memory[used_bytes : used_bytes + tensor.nbytes].view(tensor.dtype)
+        used_bytes += _aligned(tensor.nbytes)
+        return place.view(tensor.shape).copy_(tensor)
 
     layers = tuple(
-        LayerRows(
-            copy(layer.k).reshape(layer.k.shape),
-            copy(layer.v).reshape(layer.v.shape),
-            copy(layer.position).view(np.int32),
-        )
-        for layer in rows.layers
+        replace(layer, **{name: copy(tensor) for name, tensor in _tensors(layer).items()})
+        for layer in context.layers
     )
-    return replace(rows, layers=layers)
+    return ResidentContext(layers, context.counts, context.ratios, context.num_tokens)

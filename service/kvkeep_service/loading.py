@@ -1,7 +1,6 @@
 """One cache from storage to the engine: read, verified, made tensors of, and told as it comes."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,13 +10,12 @@ from kvkeep_service.bringing import Brought, Receiver
 from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.errors import WorkerUnavailable
-from kvkeep_service.host_tier import HostTier
+from kvkeep_service.host_tier import HostTier, moved
 from kvkeep_service.ports import CacheSource
 from kvkeep_service.rows import to_engine
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 from kvkeep_storage.arrival import ArrivingRows
-from kvkeep_storage.artifact import CacheRows
 from kvkeep_storage.errors import Invalid, NotFound
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
@@ -43,10 +41,9 @@ async def bring(
     Raises: what ``load`` raises; NotFound, when the cache is not cut at these ratios.
     """
     if host is not None and (kept := host.find(key, ratio)) is not None:
-        receiver.room(_size_of(kept.rows))
-        context = await asyncio.to_thread(to_engine, kept.rows, kept.num_tokens, device)
+        receiver.room(kept.size_bytes)
+        context = await asyncio.to_thread(moved, kept, device)
         return Brought(context, "host", context.size_bytes)
-    started = time.perf_counter()
     source = _Metered(stores.source)
     arriving = _Arriving(first_ratio, device, receiver, source)
     try:
@@ -67,14 +64,13 @@ async def bring(
         if isinstance(error, Invalid) and error.field in ("ratio", "first_ratio"):
             raise NotFound("cache", f"{key.cache_id} at ratio {ratio}") from error
         raise
-    num_tokens, seconds = loaded.manifest.tokens_total, time.perf_counter() - started
     if arriving.context is not None:
         counts = torch.from_numpy(loaded.rows.counts)
         context = arriving.context.extended(counts, loaded.rows.ratios)
     else:
-        context = await asyncio.to_thread(to_engine, loaded.rows, num_tokens, device)
-    if host is not None:
-        host.keep(key, loaded.rows, num_tokens, cost_seconds=seconds)
+        context = await asyncio.to_thread(
+            to_engine, loaded.rows, loaded.manifest.tokens_total, device
+        )
     return Brought(context, loaded.source, source.read_bytes)
 
 
@@ -121,7 +117,7 @@ class _Arriving:
         self.context: ResidentContext | None = None
 
     def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
-        self._receiver.room(_size_of(rows))
+        self._receiver.room(sum(layer.k.nbytes + layer.v.nbytes for layer in rows.layers))
         if self._device.type != "cpu":
             return
         whole = to_engine(rows, manifest.tokens_total, self._device)
@@ -148,7 +144,3 @@ class _Arriving:
             # A cancellation is the load's own; it must not cancel those who hear of it.
             told = error if isinstance(error, Exception) else WorkerUnavailable("it was given up")
             self._arrival.fail(told)
-
-
-def _size_of(rows: ArrivingRows | CacheRows) -> int:
-    return sum(layer.k.nbytes + layer.v.nbytes for layer in rows.layers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvkeep_service.bringing import Bring, Load, Loads
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.ports import CacheCounts, CacheSource, MissReason
-from kvkeep_service.shelf import CacheKey, Entry, Shelf
+from kvkeep_service.shelf import CacheKey, Entry, OnEvicted, Shelf
 from kvkeep_storage.errors import NotFound
 
 
@@ -40,14 +40,15 @@ class Residency:
         budget_bytes: int,
         grows_in_place: bool = True,
         on_failure: Callable[[CacheKey, Exception], None],
+        on_evicted: OnEvicted | None = None,
     ) -> None:
         """``bring`` loads a cache, verified, or raises.
 
         ``grows_in_place``: whether its first bands can be used while it brings the rest.
         ``on_failure`` hears of what went wrong with a load after somebody got a part of it, or
-        with one that nobody waited for.
+        with one that nobody waited for; ``on_evicted`` of what the budget had no room for.
         """
-        self._shelf = Shelf(budget_bytes)
+        self._shelf = Shelf(budget_bytes, on_evicted)
         self._loads = Loads(bring, self._shelf, on_failure)
         self._grows_in_place = grows_in_place
         self._hits = 0

@@ -4,8 +4,9 @@ Belongs to the event loop, as everything of residency does.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.ports import CacheSource, MissReason
@@ -20,6 +21,10 @@ class CacheKey(NamedTuple):
 
     tenant: str
     cache_id: str
+
+
+# A cache that goes, and the seconds it took to bring or build it.
+OnEvicted: TypeAlias = Callable[[CacheKey, ResidentContext, float], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +49,9 @@ class Entry:
 class Shelf:
     """Entries by key, in a byte budget, and those that only their queries still hold."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        """Start empty."""
+    def __init__(self, budget_bytes: int, on_evicted: OnEvicted | None = None) -> None:
+        """Start empty. ``on_evicted`` is told what the budget had no room for."""
+        self._on_evicted = on_evicted
         self._entries: dict[CacheKey, Entry] = {}
         self._lru: CostAwareLru[Entry | CacheKey] = CostAwareLru(budget_bytes)
         self._detached: set[Entry] = set()
@@ -161,6 +167,8 @@ class Shelf:
         needed_bytes += sum(entry.size_bytes for entry in self._detached)
         for entry in self._lru.victims(needed_bytes):
             assert isinstance(entry, Entry), "a guess is never left in the books"
+            if self._on_evicted is not None:
+                self._on_evicted(entry.key, entry.context, self._lru.cost_of(entry))
             self._lru.evict(entry)
             del self._entries[entry.key]
             self.explain(entry.key, "evicted")

@@ -69,6 +69,7 @@ class LocalWorker:
             budget_bytes=resident_bytes,
             grows_in_place=loaded.language_model.device.type == "cpu",
             on_failure=self._load_failed,
+            on_evicted=None if host is None else host.keep,
         )
         self._host = host
         self._recoveries: set[asyncio.Task[None]] = set()

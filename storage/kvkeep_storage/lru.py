@@ -61,6 +61,10 @@ class CostAwareLru(Generic[Key]):
         """Bytes of one entry. Raises: KeyError."""
         return self._entries[key].size_bytes
 
+    def cost_of(self, key: Key) -> float:
+        """Seconds to bring one entry back. Raises: KeyError."""
+        return self._entries[key].cost_seconds
+
     @property
     def num_pinned(self) -> int:
         """Entries that are in use."""

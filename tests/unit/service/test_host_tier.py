@@ -3,30 +3,41 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.model import LoadedModel
-from kvkeep_service.host_tier import HostTier, pinned_memory
+from kvkeep_service.host_tier import HostTier, moved, pinned_memory
 from kvkeep_service.rows import to_engine
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
-from kvkeep_storage.artifact import CacheDtype, CacheRows
+from kvkeep_storage.artifact import CacheDtype
 
-from ...support.caches import assert_equal_rows, prefix_of, random_rows
+from ...support.caches import prefix_of, random_rows
 from .serving import serving
 
 pytestmark = pytest.mark.anyio
 
+CPU = torch.device("cpu")
 ROWS = random_rows()
-SIZE_BYTES = sum(
-    -(-part.nbytes // 64) * 64
-    for layer in ROWS.layers
-    for part in (layer.k, layer.v, layer.position)
-)
+CONTEXT = to_engine(ROWS, 900, CPU)
 A, B, C = (CacheKey("acme", name) for name in "abc")
+
+
+def tensors_of(context: ResidentContext) -> list[Tensor]:
+    found = [getattr(layer, item.name) for layer in context.layers for item in fields(layer)]
+    return [value for value in found if isinstance(value, Tensor)]
+
+
+SIZE_BYTES = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors_of(CONTEXT))
+
+
+def a_prefix(bands: int) -> ResidentContext:
+    return to_engine(prefix_of(ROWS, bands), 900, CPU)
 
 
 def poisoned(num_bytes: int) -> memoryview:
@@ -38,9 +49,25 @@ def tier(budget_bytes: int = 10**9) -> HostTier:
     return HostTier(budget_bytes, poisoned)
 
 
-async def keep(host: HostTier, key: CacheKey, rows: CacheRows = ROWS, cost: float = 1.0) -> None:
-    host.keep(key, rows, 900, cost_seconds=cost)
+async def keep(
+    host: HostTier, key: CacheKey, context: ResidentContext = CONTEXT, cost_seconds: float = 1.0
+) -> None:
+    host.keep(key, context, cost_seconds)
     await host.close()
+
+
+def found(host: HostTier, key: CacheKey, ratio: float = 0.3) -> ResidentContext:
+    context = host.find(key, ratio)
+    assert context is not None
+    return context
+
+
+def assert_same_bits(here: ResidentContext, there: ResidentContext) -> None:
+    assert (here.ratios, here.num_tokens) == (there.ratios, there.num_tokens)
+    assert torch.equal(here.counts, there.counts)
+    for one, other in zip(tensors_of(here), tensors_of(there), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -48,22 +75,16 @@ async def keep(host: HostTier, key: CacheKey, rows: CacheRows = ROWS, cost: floa
 async def test_field_19_rows_come_back_from_the_host_bit_for_bit(
     dtype: CacheDtype, head_dim: int
 ) -> None:
-    rows = random_rows(dtype=dtype, head_dim=head_dim)
-    expected = random_rows(dtype=dtype, head_dim=head_dim)
+    given_up = to_engine(random_rows(dtype=dtype, head_dim=head_dim), 900, CPU)
+    expected = to_engine(random_rows(dtype=dtype, head_dim=head_dim), 900, CPU)
     host = tier()
-    await keep(host, A, rows)
-    for layer in rows.layers:
-        layer.k[:] = 0
-        layer.v[:] = 0
-    found = host.find(A, 0.3)
-    assert found is not None
-    assert found.num_tokens == 900
-    assert_equal_rows(found.rows, expected)
-    there = to_engine(found.rows, found.num_tokens, torch.device("cpu"))
-    for layer, before in zip(there.layers, expected.layers, strict=True):
-        np.testing.assert_array_equal(layer.k.view(torch.uint8).numpy(), before.k)
-        np.testing.assert_array_equal(layer.v.view(torch.uint8).numpy(), before.v)
-    assert there.ratios == expected.ratios
+    await keep(host, A, given_up)
+    # The device's memory is used for something else.
+    for tensor in tensors_of(given_up):
+        tensor.zero_()
+    assert_same_bits(moved(found(host, A), CPU), expected)
+    # Also a second time.
+    assert_same_bits(moved(found(host, A), CPU), expected)
 
 
 @pytest.mark.gpu
@@ -73,22 +94,21 @@ async def test_field_19_rows_go_to_a_device_and_back_through_pinned_memory_bit_f
     dtype: CacheDtype,
 ) -> None:
     rows = random_rows(dtype=dtype, head_dim=64, rows_max=3000)
+    expected = to_engine(rows, 900, CPU)
     host = HostTier(10**9, pinned_memory)
-    await keep(host, A, rows)
+    there = to_engine(rows, 900, torch.device("cuda"))
     for _ in range(2):
-        found = host.find(A, 0.3)
-        assert found is not None
-        assert torch.from_numpy(found.rows.layers[1].v).is_pinned()
-        there = to_engine(found.rows, found.num_tokens, torch.device("cuda"))
-        for layer, before in zip(there.layers, rows.layers, strict=True):
-            assert layer.k.is_cuda
-            np.testing.assert_array_equal(layer.k.cpu().view(torch.uint8).numpy(), before.k)
-            np.testing.assert_array_equal(layer.v.cpu().view(torch.uint8).numpy(), before.v)
+        await keep(host, A, there)
+        assert found(host, A).layers[1].v.is_pinned()
+        there = moved(found(host, A), torch.device("cuda"))
+        assert there.layers[1].v.is_cuda
+        assert_same_bits(there, expected)
+        host.drop(A)
 
 
 async def test_a_copy_answers_only_for_ratios_it_is_cut_at() -> None:
     host = tier()
-    await keep(host, A, prefix_of(ROWS, 2))
+    await keep(host, A, a_prefix(2))
     assert host.find(A, 0.3) is None
     assert host.find(B, 0.1) is None
     assert host.find(A, 0.1) is not None
@@ -98,25 +118,29 @@ async def test_a_copy_answers_only_for_ratios_it_is_cut_at() -> None:
 
 async def test_more_bands_replace_fewer_and_never_the_other_way_round() -> None:
     host = tier()
-    await keep(host, A, prefix_of(ROWS, 1))
-    await keep(host, A, ROWS)
-    await keep(host, A, prefix_of(ROWS, 2))
-    found = host.find(A, 0.3)
-    assert found is not None
-    assert_equal_rows(found.rows, ROWS)
+    for bands in (1, 3, 2):
+        await keep(host, A, a_prefix(bands))
+    assert_same_bits(found(host, A), CONTEXT)
     assert host.stats().size_bytes == SIZE_BYTES
 
 
 async def test_the_budget_holds_and_what_is_dear_to_load_again_stays() -> None:
     host = tier(2 * SIZE_BYTES)
-    await keep(host, A, cost=9.0)
-    await keep(host, B, cost=1.0)
-    await keep(host, C, cost=1.0)
+    await keep(host, A, cost_seconds=9.0)
+    await keep(host, B, cost_seconds=1.0)
+    await keep(host, C, cost_seconds=1.0)
     assert set(host.keys) == {A, C}
     assert (host.stats().size_bytes, host.stats().evictions) == (2 * SIZE_BYTES, 1)
     small = tier(SIZE_BYTES - 1)
     await keep(small, A)
     assert (small.keys, small.stats().size_bytes) == ([], 0)
+
+
+async def test_what_the_device_gives_up_again_counts_as_used() -> None:
+    host = tier(2 * SIZE_BYTES)
+    for key in (A, B, A, C):
+        await keep(host, key)
+    assert set(host.keys) == {A, C}
 
 
 async def test_without_memory_nothing_is_kept_and_nothing_fails() -> None:
@@ -150,13 +174,13 @@ def held() -> Iterator[Held]:
 
 async def test_field_18_what_is_dropped_while_it_is_copied_is_not_kept(held: Held) -> None:
     host = HostTier(10**9, held)
-    host.keep(A, ROWS, 900, cost_seconds=1.0)
+    host.keep(A, CONTEXT, 1.0)
     await asyncio.to_thread(held.asked.wait, 60)
     # What is being copied counts, and is no victim.
     assert host.stats().size_bytes == SIZE_BYTES
     host.drop(A)
     # Of the same name, and another copy.
-    host.keep(A, prefix_of(ROWS, 1), 900, cost_seconds=1.0)
+    host.keep(A, a_prefix(1), 1.0)
     held.go_on.set()
     await host.close()
     assert host.find(A, 0.3) is None
@@ -168,7 +192,7 @@ async def test_field_18_what_is_dropped_while_it_is_copied_is_not_kept(held: Hel
 async def test_what_is_being_copied_is_neither_copied_twice_nor_evicted(held: Held) -> None:
     host = HostTier(SIZE_BYTES, held)
     for key in (A, A, B):
-        host.keep(key, ROWS, 900, cost_seconds=1.0)
+        host.keep(key, CONTEXT, 1.0)
     await asyncio.to_thread(held.asked.wait, 60)
     assert host.stats().size_bytes == SIZE_BYTES
     held.go_on.set()
@@ -183,11 +207,16 @@ async def test_a_question_on_a_cache_in_host_memory_asks_no_store_and_gets_the_s
     host = HostTier(10**9, poisoned)
     async with serving(stores, tiny, resident_bytes=0, host=host) as service:
         request = await service.ready()
-        first = await service.answer(request)
+        # Built here, and given up at once.
         await host.close()
-        second = await service.answer(request)
-        assert (first.timings.source, second.timings.source) == ("store", "host")
-        assert second.token_ids == first.token_ids
+        first = await service.answer(request)
+        host.drop(CacheKey(request.tenant, request.cache_id))
+        stored = await service.answer(request)
+        await host.close()
+        again = await service.answer(request)
+        sources = [answer.timings.source for answer in (first, stored, again)]
+        assert sources == ["host", "store", "host"]
+        assert first.token_ids == stored.token_ids == again.token_ids
         stats = service.worker.stats()
         assert (stats.resident_caches, stats.host_caches) == (0, 1)
         assert stats.host_bytes == host.stats().size_bytes > 0
