@@ -54,18 +54,27 @@ def markdown(machine: Machine, results: Sequence[Result]) -> str:
             "",
             machine.line(result.dtype),
             "",
-            "| figure | ratio | bar | from |",
-            "|---|---|---|---|",
-        ]
-        lines += [f"| {f.name} | {f.value:.3f} | {f.bar} | {f.source} |" for f in figures(result)]
-        lines += ["", "| measured | median | least | most | runs |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {name} | {_time(statistics.median(values))} | {_time(min(values))} "
-            f"| {_time(max(values))} | {len(values)} |"
-            for name, values in result.samples.all().items()
+            *tables(figures(result), result.samples),
         ]
         lines.append("")
     return "\n".join(lines)
+
+
+def tables(found: Sequence[Figure], samples: Samples) -> list[str]:
+    """Lines of two tables: ratios, and the measurements that they were computed from."""
+    return [
+        "| figure | ratio | bar | from |",
+        "|---|---|---|---|",
+        *(f"| {f.name} | {f.value:.3f} | {f.bar} | {f.source} |" for f in found),
+        "",
+        "| measured | median | least | most | runs |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {_time(statistics.median(values))} | {_time(min(values))} "
+            f"| {_time(max(values))} | {len(values)} |"
+            for name, values in samples.all().items()
+        ),
+    ]
 
 
 def json_lines(machine: Machine, results: Sequence[Result]) -> str:
@@ -99,24 +108,24 @@ def _builds(samples: Samples) -> Iterator[Figure]:
     stock = f"transformers prefill, {way}"
     for scoring, bar in (("local", "≤ 2.2 at 4K"), ("exact", "")):
         build = f"build, {scoring}"
-        yield _ratio(f"whole build / prefill, {scoring} scoring", samples, build, stock, bar)
-    yield _ratio("our prefill / prefill", samples, "build, local, prefill", stock)
-    yield _ratio("local scoring / prefill", samples, "build, local, score", stock)
-    yield _ratio(
+        yield ratio_of(f"whole build / prefill, {scoring} scoring", samples, build, stock, bar)
+    yield ratio_of("our prefill / prefill", samples, "build, local, prefill", stock)
+    yield ratio_of("local scoring / prefill", samples, "build, local, score", stock)
+    yield ratio_of(
         "exact scoring / local scoring", samples, "build, exact, score", "build, local, score"
     )
 
 
 def _first_tokens(samples: Samples) -> Iterator[Figure]:
     again = "transformers generate, first token"
-    yield _ratio(
+    yield ratio_of(
         "first token, resident context / re-prefill",
         samples,
         "resident, first token",
         again,
         "≤ 0.10 at 2K, ≤ 0.05 at 4K",
     )
-    yield _ratio(
+    yield ratio_of(
         "first token, from local disk / re-prefill",
         samples,
         "from disk, first token",
@@ -127,9 +136,9 @@ def _first_tokens(samples: Samples) -> Iterator[Figure]:
 
 def _steps(result: Result) -> Iterator[Figure]:
     samples, stock = result.samples, "transformers generate, step"
-    yield _ratio("decode at 0.3 / at 1.0, same engine", samples, "step at 0.3", "step at 1.0")
-    yield _ratio("decode at 0.3 / transformers generate", samples, "step at 0.3", stock)
-    yield _ratio("decode at 1.0 / transformers generate", samples, "step at 1.0", stock)
+    yield ratio_of("decode at 0.3 / at 1.0, same engine", samples, "step at 0.3", "step at 1.0")
+    yield ratio_of("decode at 0.3 / transformers generate", samples, "step at 0.3", stock)
+    yield ratio_of("decode at 1.0 / transformers generate", samples, "step at 1.0", stock)
     yield Figure(
         "greedy tokens at 1.0 equal to generate's",
         result.equal_tokens / result.answer_tokens,
@@ -159,7 +168,8 @@ def _bytes(stored: StoredBytes) -> Iterator[Figure]:
     )
 
 
-def _ratio(name: str, samples: Samples, above: str, below: str, bar: str = "") -> Figure:
+def ratio_of(name: str, samples: Samples, above: str, below: str, bar: str = "") -> Figure:
+    """Median of one measure over the median of another."""
     top, bottom = samples.median(above), samples.median(below)
     return Figure(name, top / bottom, bar, f"{_time(top)} {above} / {_time(bottom)} {below}")
 

@@ -23,7 +23,7 @@ from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.load import load
 from kvkeep_storage.manifest import ManifestFacts
 from kvkeep_storage.records import ContextRecord
-from kvkeep_storage.sources import ObjectSource
+from kvkeep_storage.sources import ObjectSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,14 @@ class StoredCache:
     folder: Path
     bytes: StoredBytes
 
-    async def load(self) -> ResidentContext:
-        """Read, verify and hand over, as the server does when a cache is not resident."""
+    async def load(self, source: Source | None = None) -> ResidentContext:
+        """Read, verify and hand over, as the server does when a cache is not resident.
+
+        ``source`` is another place with the same objects than the store's own.
+        """
         stores = self.stores
         loaded = await load(
-            ObjectSource(stores.objects),
+            source or ObjectSource(stores.objects),
             stores.objects,
             stores.metadata,
             stores.leases,
@@ -69,12 +72,21 @@ class StoredCache:
 
     def forget_pages(self) -> None:
         """Make the kernel drop the files' pages, so that the next load reads the disk."""
-        for path in self.folder.iterdir():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+        forget_pages(self.folder)
+
+
+def forget_pages(folder: Path) -> None:
+    """Make the kernel drop the pages of every file below a folder."""
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            # Pages that are not on the disk yet cannot be dropped.
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 @asynccontextmanager

@@ -1,0 +1,131 @@
+"""A synthetic cache, and what moving its bytes costs without kvkeep: the other side of store.py."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvkeep_bench.samples import Samples
+from kvkeep_storage.artifact import CacheRows, LayerRows, RowBytes
+from kvkeep_storage.layer_parts import layer_parts
+from kvkeep_storage.manifest import Manifest
+from kvkeep_storage.range_plan import RANGE_BYTES
+from kvkeep_storage.reading import PARALLEL_READS
+
+Content = TypeVar("Content")
+
+# Eight-billion-parameter shape, and the cuts of an artifact that was built at 0.3.
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3)
+# A commit writes two slabs at a time.
+_PARALLEL_WRITES = 2
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A part of a file or object."""
+
+    name: str
+    start: int
+    size_bytes: int
+
+
+def synthetic_rows(mebibytes: int) -> CacheRows:
+    """About so many MiB of bfloat16 rows, with heads of very different lengths."""
+    rng = np.random.default_rng(7)
+    row_bytes = 2 * HEAD_DIM * 2
+    mean = mebibytes * _MIB / (NUM_LAYERS * NUM_KV_HEADS * row_bytes)
+    share = np.diff([0.0, *RATIOS]) / RATIOS[-1]
+    spread = rng.uniform(0.5, 1.5, (len(RATIOS), NUM_LAYERS, NUM_KV_HEADS))
+    counts = (share[:, None, None] * mean * spread).astype(np.int32)
+    layers = []
+    for rows in counts.sum(axis=(0, 2)).tolist():
+        k, v = (_finite_numbers(rng, rows) for _ in "kv")
+        layers.append(LayerRows(k, v, np.arange(rows, dtype=np.int32)))
+    protected = np.zeros((NUM_LAYERS, NUM_KV_HEADS), np.int32)
+    return CacheRows("bfloat16", NUM_KV_HEADS, HEAD_DIM, RATIOS, counts, protected, tuple(layers))
+
+
+def ranges_of(sizes: dict[str, int]) -> list[Range]:
+    """The same ranges as a load cuts: of 8 to 16 MiB."""
+    return [
+        Range(name, start, min(step, size_bytes - start))
+        for name, size_bytes in sizes.items()
+        for step in [-(-size_bytes // max(1, size_bytes // RANGE_BYTES))]
+        for start in range(0, size_bytes, step)
+    ]
+
+
+def read_files(ranges: Sequence[Range]) -> RowBytes:
+    """Read ranges of files into one fresh buffer, as many at once as a load does."""
+    starts = [0, *accumulate(part.size_bytes for part in ranges)]
+    into = np.empty(starts[-1], np.uint8)
+
+    def read(part: Range, start: int) -> None:
+        here = into[start : start + part.size_bytes]
+        descriptor = os.open(part.name, os.O_RDONLY)
+        try:
+            done = 0
+            while done < part.size_bytes:
+                done += os.preadv(descriptor, [here[done:].data], part.start + done)
+        finally:
+            os.close(descriptor)
+
+    with ThreadPoolExecutor(PARALLEL_READS) as threads:
+        list(threads.map(read, ranges, starts))
+    return into
+
+
+async def get_together(
+    get: Callable[[Range], Awaitable[Content]], ranges: Sequence[Range]
+) -> list[Content]:
+    """Get ranges of objects, as many at once as a load does, and do nothing with them."""
+    free = asyncio.Semaphore(PARALLEL_READS)
+
+    async def get_one(part: Range) -> Content:
+        async with free:
+            return await get(part)
+
+    return await asyncio.gather(*map(get_one, ranges))
+
+
+def write_files(folder: Path, contents: Sequence[bytes]) -> None:
+    """Write and sync files, as many at once as a commit does."""
+
+    def write(numbered: tuple[int, bytes]) -> None:
+        number, content = numbered
+        with (folder / str(number)).open("wb", buffering=0) as file:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    with ThreadPoolExecutor(_PARALLEL_WRITES) as threads:
+        list(threads.map(write, enumerate(contents)))
+
+
+def digest(rows: CacheRows, manifest: Manifest) -> None:
+    """Verify every layer of every slab in place, one after the other."""
+    for part in layer_parts(rows.counts, rows.layers, range(len(rows.ratios))):
+        expected = rows.counts[part.band, part.layer]
+        part.count[:] = expected
+        part.verify(manifest.slabs[part.band].layer_digests[part.layer], expected)
+
+
+def repeated(samples: Samples, repeats: int) -> Iterator[Samples]:
+    """Give ``samples`` as often as asked, after one that is thrown away: a warm-up."""
+    yield Samples()
+    for _ in range(repeats):
+        yield samples
+
+
+def _finite_numbers(rng: np.random.Generator, rows: int) -> RowBytes:
+    numbers = rng.integers(0, 0x3F80, (rows, HEAD_DIM), dtype=np.uint16)
+    return numbers.view(np.uint8)

@@ -1,0 +1,220 @@
+"""The store against raw reads, a bare S3 client and re-prefill, in one run.
+
+    .venv/bin/python bench/store.py [--mebibytes 256] [--repeats 5] [--tokens 2000]
+
+Every ratio is of medians, measured in turns in this run. Page caches are warm unless a name says
+*cold*; every read and load fills fresh buffers. SeaweedFS runs on this machine and shares its
+cores. Prints Markdown, and writes it to ``bench/results/store.md``. Takes some three minutes on
+two cores, most of them for building SmolLM2's cache.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Awaitable, Sized
+from dataclasses import dataclass
+from pathlib import Path
+
+# The servers and synthetic facts of the tests serve here as well.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from kvkeep_bench.first_tokens import FirstTokens, first_token_figures
+from kvkeep_bench.machine import Machine
+from kvkeep_bench.report import Figure, ratio_of, tables
+from kvkeep_bench.samples import Samples, progress
+from kvkeep_bench.transfers import (
+    Range,
+    digest,
+    get_together,
+    ranges_of,
+    read_files,
+    repeated,
+    synthetic_rows,
+    write_files,
+)
+
+from kvkeep_storage.artifact import CacheRows
+from kvkeep_storage.binding import bind_if_new
+from kvkeep_storage.embedded import EmbeddedStore
+from kvkeep_storage.generations import delete_generation
+from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.leases import Leases
+from kvkeep_storage.manifest import ManifestFacts
+from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.objects import Objects
+from kvkeep_storage.records import CacheRecord
+from tests.support.caches import facts_for
+from tests.support.s3_servers import ACCESS_KEY, SECRET_KEY, S3Server, Seaweed
+from tests.support.stores import Stores
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    mebibytes: int
+    repeats: int
+    tokens: int
+
+
+def main() -> None:
+    options = parse_options()
+    machine = Machine.here()
+    samples = Samples()
+    with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as data:
+        figures = asyncio.run(measure(options, samples, Path(data)))
+    lines = [
+        "# The store against what is below it",
+        "",
+        machine.line("bfloat16"),
+        "",
+        *tables(figures, samples),
+        "",
+    ]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "store.md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def parse_options() -> Options:
+    parser = argparse.ArgumentParser(description="kvkeep's store against raw reads and writes")
+    parser.add_argument("--mebibytes", type=int, default=256, help="of rows, 16 to 8192")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2000, help="of the document, 300 to 7500")
+    found = parser.parse_args()
+    if not 16 <= found.mebibytes <= 8192 or found.repeats < 1:
+        parser.error("--mebibytes must be 16 to 8192, --repeats at least 1")
+    if not 300 <= found.tokens <= 7500:
+        parser.error("--tokens must be 300 to 7500")
+    return Options(found.mebibytes, found.repeats, found.tokens)
+
+
+async def measure(options: Options, samples: Samples, data: Path) -> list[Figure]:
+    embedded = EmbeddedStore(data)
+    embedded.start()
+    seaweed = Seaweed(data / "seaweed")
+    try:
+        progress("starting SeaweedFS")
+        await asyncio.to_thread(seaweed.start)
+        os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        rows = synthetic_rows(options.mebibytes)
+        await measure_local(rows, options.repeats, samples, data, embedded.redis_url)
+        await measure_s3(rows, options.repeats, samples, data, embedded.redis_url, seaweed.server)
+        figures = [*local_figures(samples, rows), *s3_figures(samples)]
+        bench = FirstTokens(seaweed.server.url("model"), data / "seaweed", data / "model", samples)
+        await bench.measure(options.tokens, options.repeats)
+        return [*figures, *first_token_figures(samples)]
+    finally:
+        seaweed.kill()
+        embedded.stop()
+
+
+async def measure_local(
+    rows: CacheRows, repeats: int, samples: Samples, data: Path, redis_url: str
+) -> None:
+    metadata = await Metadata.connect(redis_url)
+    try:
+        stores = await Stores.open(data / "local", metadata)
+        facts = facts_for(rows)
+        await stores.register(facts)
+        cache = await stores.build(rows, facts)
+        slabs = sorted(stores.folder(cache).glob("kv-*"))
+        contents = [path.read_bytes() for path in slabs]
+        (data / "raw").mkdir()
+        for here in repeated(samples, repeats):
+            progress("commit, write, load and read on the local disk")
+            cache = await _timed_commit(stores, rows, facts, cache, here)
+            with here.timed("local, write and sync"):
+                await asyncio.to_thread(write_files, data / "raw", contents)
+            files = sorted(stores.folder(cache).glob("kv-*"))
+            ranges = ranges_of({str(path): path.stat().st_size for path in files})
+            with here.timed("local, raw read"):
+                await asyncio.to_thread(read_files, ranges)
+            with here.timed("local, load"):
+                loaded = await stores.load(facts)
+            with here.timed("digests alone, one thread"):
+                await asyncio.to_thread(digest, loaded.rows, loaded.manifest)
+            del loaded
+    finally:
+        await metadata.link.command("FLUSHALL")
+        await metadata.close()
+
+
+async def _timed_commit(
+    stores: Stores, rows: CacheRows, facts: ManifestFacts, old: CacheRecord, samples: Samples
+) -> CacheRecord:
+    with samples.timed("local, commit"):
+        cache = await stores.build(rows, facts)
+    key = GenerationKey(old.tenant, old.cache_id, old.generation)
+    await delete_generation(stores.objects, key)
+    return cache
+
+
+async def measure_s3(
+    rows: CacheRows, repeats: int, samples: Samples, data: Path, redis_url: str, server: S3Server
+) -> None:
+    metadata = await Metadata.connect(redis_url)
+    try:
+        objects = Objects.open(server.url("bench"))
+        await bind_if_new(objects, metadata)
+        stores = Stores(objects, metadata, Leases(metadata), data)
+        facts = facts_for(rows)
+        await stores.register(facts)
+        with samples.timed("S3, commit"):
+            cache = await stores.build(rows, facts)
+        key = GenerationKey(cache.tenant, cache.cache_id, cache.generation)
+        names = [key.slab(band) for band in range(len(rows.ratios))]
+        sizes = {name: await objects.size(name) for name in names}
+        client = server.store("bench")
+
+        def get(part: Range) -> Awaitable[Sized]:
+            return client.get_range_async(part.name, start=part.start, length=part.size_bytes)
+
+        for here in repeated(samples, repeats):
+            progress("load and get from SeaweedFS")
+            with here.timed("S3, bare ranged GETs"):
+                await get_together(get, ranges_of(sizes))
+            with here.timed("S3, load"):
+                await stores.load(facts)
+    finally:
+        await metadata.close()
+
+
+def local_figures(samples: Samples, rows: CacheRows) -> list[Figure]:
+    size = rows.size_bytes / _MB
+    load_s = samples.median("local, load")
+    return [
+        Figure("GB/s of a local load", size / 1000 / load_s, "", f"{size:.0f} MB of rows"),
+        ratio_of(
+            "local: throughput of a load / of raw reads",
+            samples,
+            "local, raw read",
+            "local, load",
+            "≥ 0.7",
+        ),
+        ratio_of(
+            "digests / local load", samples, "digests alone, one thread", "local, load", "≤ 0.15"
+        ),
+        ratio_of("commit / write and sync", samples, "local, commit", "local, write and sync"),
+    ]
+
+
+def s3_figures(samples: Samples) -> list[Figure]:
+    return [
+        ratio_of(
+            "S3: throughput of a load / of a bare client",
+            samples,
+            "S3, bare ranged GETs",
+            "S3, load",
+            "≥ 0.7",
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main()
