@@ -68,4 +68,11 @@ def test_field_58_two_servers_build_once_answer_alike_and_see_each_other_s_delet
         assert two.http.delete(f"/contexts/{second['id']}").status_code == 204
         assert one.query(second["id"], QUESTION).status_code == 404
         assert [path for path in objects.rglob("*") if path.is_file()] == [objects / "store.json"]
+
+        redis.call("FLUSHALL")
+        for server in (one, two):
+            lost = server.http.get(f"/contexts/{second['id']}")
+            assert (lost.status_code, lost.json()["code"]) == (503, "metadata_unavailable")
+            assert "reindex" in lost.json()["detail"]
+            assert server.http.get("/health/ready").json()["status"] == "degraded"
         assert [server.terminate() for server in (one, two)] == [0, 0]

@@ -199,6 +199,15 @@ class Cluster:
         slot = self.nodes[0].call("CLUSTER", "KEYSLOT", key)
         return self.nodes[0 if slot < 5461 else 1 if slot < 10923 else 2]
 
+    def move_slot_of(self, key: str, source: ValkeyProcess, target: ValkeyProcess) -> None:
+        """Give the slot of a key, which must be empty, to another node."""
+        slot = source.call("CLUSTER", "KEYSLOT", key)
+        owner = target.call("CLUSTER", "MYID")
+        target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", source.call("CLUSTER", "MYID"))
+        source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", owner)
+        for node in (target, source, *self.nodes):
+            node.call("CLUSTER", "SETSLOT", slot, "NODE", owner)
+
     def close(self) -> None:
         """End all nodes."""
         for node in self.nodes:

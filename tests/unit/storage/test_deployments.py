@@ -119,6 +119,26 @@ async def test_the_nodes_of_a_cluster_do_refuse_keys_of_several_slots(
         raw.mget("kvkeep:{a}:x", "kvkeep:{b}:x")
 
 
+@pytest.mark.parametrize("deployment", ["cluster"], indirect=True)
+async def test_a_slot_that_moves_to_another_node_is_followed(
+    metadata: Metadata, deployment: Deployment
+) -> None:
+    assert isinstance(deployment, Cluster)
+    key = TenantKeys(TENANT).contexts
+    source = deployment.node_of(key)
+    target = next(node for node in deployment.nodes if node is not source)
+    assert await metadata.context(TENANT, "ctx_01") is None
+    deployment.move_slot_of(key, source, target)
+    try:
+        await metadata.create_context(a_context())
+        assert target.call("ZCARD", key) == 1
+        assert (await stored(metadata, "ctx_01")).status == "queued"
+    finally:
+        target.call("FLUSHALL")
+        deployment.move_slot_of(key, target, source)
+    assert await metadata.context(TENANT, "ctx_01") is None
+
+
 async def test_field_30_every_record_of_every_tenant_is_read_back(metadata: Metadata) -> None:
     ids = [f"ctx_{number:03}" for number in range(120)]
     for tenant in TENANTS:
