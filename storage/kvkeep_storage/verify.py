@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from kvkeep_storage.binding import require_bound
+from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.documents import get_document, get_mirror, mirror_context
 from kvkeep_storage.errors import Corrupt, Incompatible, NotFound, RecordCorrupt
 from kvkeep_storage.inventory import stored_documents
@@ -31,6 +32,8 @@ _REBUILT: Final = "taken out of service, to be built again"
 _REWRITTEN: Final = "written again from its record"
 # Longer than the steps of a registration or a deletion are apart.
 _SETTLE_SECONDS: Final = 0.3
+_CONTEXTS_AT_ONCE: Final = 64
+_PARALLEL_CONTEXTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +77,37 @@ class Verifier:
             for context_id in await self._metadata.context_ids(tenant)
         }
         stored = set(await stored_documents(self._objects))
-        for key in sorted(recorded | stored, key=lambda key: key.body):
-            async for checked in self._context(key):
-                yield checked
+        keys = sorted(recorded | stored, key=lambda key: key.body)
+        for first in range(0, len(keys), _CONTEXTS_AT_ONCE):
+            some = keys[first : first + _CONTEXTS_AT_ONCE]
+            for found in await run_together(
+                (self._context(key) for key in some), limit=_PARALLEL_CONTEXTS
+            ):
+                for checked in found:
+                    yield checked
         for tenant in await self._metadata.tenants():
             for cache_id, generation in sorted(await self._metadata.live_generations(tenant)):
                 yield await self._cache(tenant, cache_id, generation)
 
-    async def _context(self, key: DocumentKey) -> AsyncIterator[Checked]:
+    async def _context(self, key: DocumentKey) -> list[Checked]:
         found = await self._look(key)
         if found.has_problem:
             # It may be in the midst of being registered, changed or deleted.
             await asyncio.sleep(_SETTLE_SECONDS)
             found = await self._look(key)
+        if found.is_gone:
+            return []
+        repair = None
+        if self._repairs and found.may_mirror:
+            await require_bound(self._objects, self._metadata)
+            await mirror_context(self._objects, self._metadata, key)
+            repair = _REWRITTEN
         name = f"{key.tenant}/{key.context_id}"
-        if not found.is_gone:
-            yield Checked("record", name, found.record)
-            yield Checked("document", name, found.document)
-            repair = None
-            if self._repairs and found.may_mirror:
-                await require_bound(self._objects, self._metadata)
-                await mirror_context(self._objects, self._metadata, key)
-                repair = _REWRITTEN
-            yield Checked("mirror", name, found.mirror, repair)
+        return [
+            Checked("record", name, found.record),
+            Checked("document", name, found.document),
+            Checked("mirror", name, found.mirror, repair),
+        ]
 
     async def _look(self, key: DocumentKey) -> "_Look":
         try:
