@@ -21,14 +21,16 @@ local function holds(ratios, asked)
   end
   return false
 end
+-- A damaged number counts as 0: an error here would leave a change half done.
+local function number(text) return tonumber(text) or 0 end
 local function estimate(full_bytes, ratio)
-  return math.ceil(tonumber(full_bytes) * tonumber(ratio))
+  return math.ceil(number(full_bytes) * number(ratio))
 end
 local function recharge(charges, cache, waiting, cache_id)
-  local charge = tonumber(redis.call('HGET', cache, 'stored_bytes') or '0')
+  local charge = number(redis.call('HGET', cache, 'stored_bytes'))
   local largest = redis.call('ZRANGE', waiting, 0, 0, 'REV', 'WITHSCORES')
   if largest[2] then charge = math.max(charge, tonumber(largest[2])) end
-  local before = tonumber(redis.call('HGET', charges, cache_id) or '0')
+  local before = number(redis.call('HGET', charges, cache_id))
   if charge == 0 then
     redis.call('HDEL', charges, cache_id)
   else
@@ -62,9 +64,9 @@ local function over_build(unfinished, cache, charges, cache_id, bytes, ratio, ma
   local ratios = redis.call('HGET', cache, 'ratios')
   if ratios and holds(ratios, ratio) then return nil end
   local charged = redis.call('HMGET', charges, cache_id, ':total')
-  local asked = math.max(0, bytes - tonumber(charged[1] or '0'))
+  local asked = math.max(0, bytes - number(charged[1]))
   return over('queued', max_queued, redis.call('SCARD', unfinished), 1)
-    or over('bytes', max_bytes, tonumber(charged[2] or '0'), asked)
+    or over('bytes', max_bytes, number(charged[2]), asked)
 end
 """
 )
@@ -99,7 +101,7 @@ SUM: Final = (
     + """
 redis.call('HDEL', KEYS[1], ':total')
 local total = 0
-for _, charge in ipairs(redis.call('HVALS', KEYS[1])) do total = total + tonumber(charge) end
+for _, charge in ipairs(redis.call('HVALS', KEYS[1])) do total = total + number(charge) end
 if total > 0 then redis.call('HSET', KEYS[1], ':total', whole(total)) end
 return whole(total)
 """

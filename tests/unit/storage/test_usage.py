@@ -176,6 +176,25 @@ async def test_charges_that_are_lost_or_wrong_are_counted_again(
     await _assert_exact(metadata, redis)
 
 
+async def test_a_damaged_record_is_charged_nothing_and_stops_nothing(
+    metadata: Metadata, redis: Redis
+) -> None:
+    for context_id in ("ctx_01", "ctx_02"):
+        await metadata.create_context(a_context(context_id))
+    await _commit(metadata, a_cache())
+    await redis.hset(KEYS.context("ctx_01"), mapping={"ratio": "damaged", "full_bytes": "?"})
+    assert set(await metadata.quarantine(TENANT, a_cache().cache_id, "gen1")) == {
+        "ctx_01",
+        "ctx_02",
+    }
+    assert await metadata.usage(TENANT) == Usage(2, 2, ESTIMATE)
+    assert await metadata.recount(TENANT) == ESTIMATE
+    await metadata.delete_context(TENANT, "ctx_02")
+    assert (await metadata.usage(TENANT)).bytes == 0
+    await metadata.delete_context(TENANT, "ctx_01")
+    assert await every_key(redis) == {KEYS.fence}
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_charges_equal_the_records_after_any_sequence_of_changes(
     metadata: Metadata, redis: Redis, seed: int
