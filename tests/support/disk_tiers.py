@@ -76,6 +76,13 @@ async def settled(tier: DiskTier) -> None:
             await asyncio.sleep(0.005)
 
 
+async def begun(root: Path) -> None:
+    """Return once something is being filled."""
+    async with asyncio.timeout(60):
+        while not copies(root):  # noqa: ASYNC110  # a file tells nobody that it has come
+            await asyncio.sleep(0.005)
+
+
 def copies(root: Path) -> list[Path]:
     """Every file of the tier, parts included, but for its books."""
     return sorted(path for path in root.glob("store-*/**/*") if path.is_file())

@@ -19,6 +19,7 @@ from ...support.disk_tiers import (
     KEY,
     CountedObjects,
     OpenTier,
+    begun,
     content_of,
     copies,
     read,
@@ -214,7 +215,7 @@ async def test_what_is_dropped_on_its_way_is_read_to_the_end_and_not_kept(
 ) -> None:
     objects.gate.clear()
     reading = asyncio.create_task(read(tier, SLAB, 0, 4304))
-    await asyncio.sleep(0.05)
+    await begun(tmp_path / "disk")
     if at == "in the middle":
         await tier.drop(KEY)
     else:

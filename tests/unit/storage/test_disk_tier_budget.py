@@ -18,6 +18,7 @@ from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.disk_tiers import (
     CountedObjects,
     OpenTier,
+    begun,
     content_of,
     copies,
     read,
@@ -137,15 +138,18 @@ def size_of(disk: Path) -> int:
 async def test_what_is_dear_to_bring_back_stays(
     objects: CountedObjects, open_tier: OpenTier, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 0.0
+    monkeypatch.setattr(disk_fill, "perf_counter", lambda: now)
     tier = open_tier(objects, 3 * SIZE_BYTES)
     objects.gate.clear()
     dear = asyncio.create_task(read(tier, slab(0), 0, SIZE_BYTES))
-    await asyncio.sleep(0.4)
+    await begun(disk)
+    now = 10.0
     objects.gate.set()
     await dear
     await fetch(tier, 1, 2)
     age(disk, 0, 1, 2)
-    # The one used last of all before, and yet not the first to go.
+    # Not used for the longest time, and yet not the first to go.
     await fetch(tier, 3)
     assert 0 in kept(disk)
     assert len(kept(disk)) == 3
@@ -165,8 +169,9 @@ async def test_what_is_larger_than_the_budget_is_read_and_not_kept(
 
 @pytest.mark.usefixtures("_equal_costs")
 async def test_what_a_load_reads_now_is_not_evicted_and_nothing_fails(
-    objects: CountedObjects, open_tier: OpenTier, disk: Path
+    objects: CountedObjects, open_tier: OpenTier, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(disk_budget, "_IN_USE_SECONDS", 3600.0)
     ours, theirs = (open_tier(objects, 2 * SIZE_BYTES) for _ in range(2))
     await fetch(ours, 0, 1)
     age(disk, 0, 1)
@@ -242,7 +247,7 @@ async def test_a_part_somebody_still_fills_is_left_alone(
     tier, other = (open_tier(objects, 2 * SIZE_BYTES) for _ in range(2))
     objects.gate.clear()
     reading = asyncio.create_task(read(tier, slab(0), 0, SIZE_BYTES))
-    await asyncio.sleep(0.05)
+    await begun(disk)
     await other.reclaim()
     await other.drop(GenerationKey("acme", "cache0", "gen"))
     assert [path.name for path in copies(disk)] == ["kv-00.safetensors.part"]

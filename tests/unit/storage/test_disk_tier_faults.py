@@ -15,7 +15,16 @@ from kvkeep_storage import disk_files, disk_fill, disk_health, disk_tier
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.errors import ObjectsUnavailable
 
-from ...support.disk_tiers import KEY, CountedObjects, OpenTier, content_of, copies, read, settled
+from ...support.disk_tiers import (
+    KEY,
+    CountedObjects,
+    OpenTier,
+    begun,
+    content_of,
+    copies,
+    read,
+    settled,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -197,8 +206,7 @@ async def test_closing_in_the_middle_of_a_fill_leaves_nothing(
     tier = open_tier(objects)
     objects.gate.clear()
     reading = asyncio.create_task(read(tier, SLAB, 0, 4304))
-    await asyncio.sleep(0.05)
-    assert len(copies(disk)) == 1
+    await begun(disk)
     await tier.close()
     objects.gate.set()
     assert await reading == CONTENT
