@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -260,6 +261,10 @@ async def _expect_corrupt(chosen: random.Random, victim: Victim, load: Load) -> 
     raise AssertionError(f"{what} was answered from; KVKEEP_TEST_SEED={SEED}")
 
 
+async def _here(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)
+
+
 @pytest.fixture
 def memory_backed() -> Iterator[Path]:
     """A directory that costs no disk writes, where the system has one."""
@@ -283,8 +288,13 @@ def chosen() -> random.Random:
 
 
 async def test_ten_thousand_random_corruptions_are_found_before_a_byte_is_used(
-    stores: Stores, victims: list[Victim], chosen: random.Random
+    stores: Stores,
+    victims: list[Victim],
+    chosen: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Files of a few hundred bytes: threads would be most of the time.
+    monkeypatch.setattr(asyncio, "to_thread", _here)
     source: Source = Folder(stores.root)
 
     async def load(victim: Victim, ratio: float, first_ratio: float, watch: Watch) -> LoadedCache:

@@ -91,6 +91,15 @@ def test_every_ratio_comes_back_bit_for_bit(
         assert_equal_rows(_decode(rows, slabs[:bands]), prefix_of(rows, bands))
 
 
+def test_every_tensor_of_a_loaded_cache_is_contiguous_and_aligned() -> None:
+    counts = np.array([[[3, 2], [0, 0], [1, 0]]], np.int32)
+    for layer in empty_layers(counts, row_bytes=6):
+        for tensor in (layer.k, layer.v, layer.position):
+            assert tensor.flags.c_contiguous
+            assert tensor.flags.writeable
+            assert tensor.ctypes.data % 64 == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_slab_is_a_valid_safetensors_file(dtype: CacheDtype, tmp_path: Path) -> None:
     rows = random_rows(dtype=dtype, num_layers=11)
