@@ -92,7 +92,7 @@ def test_every_ratio_comes_back_bit_for_bit(
 
 
 def test_every_tensor_of_a_loaded_cache_is_contiguous_and_aligned() -> None:
-    counts = np.array([[[3, 2], [0, 0], [1, 0]]], np.int32)
+    counts = np.array([[[3, 2], [2, 0], [1, 0]]], np.int32)
     for layer in empty_layers(counts, row_bytes=6):
         for tensor in (layer.k, layer.v, layer.position):
             assert tensor.flags.c_contiguous
