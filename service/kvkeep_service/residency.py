@@ -101,7 +101,12 @@ class Residency:
         if entry is not None and ratio in entry.context.ratios:
             self._shelf.touch(entry)
             return True
-        return self._loads.bringing(key, ratio) is not None or self._loads.start_aside(key, ratio)
+        load = self._loads.bringing(key, ratio)
+        if load is None:
+            return self._loads.start_aside(key, ratio)
+        # Whoever began it may go away before it ends.
+        load.is_kept = True
+        return True
 
     def adopt(self, key: CacheKey, context: ResidentContext, *, build_seconds: float = 0.0) -> None:
         """Keep a cache that was just built, as if it had been loaded."""

@@ -290,6 +290,18 @@ async def test_a_query_shares_what_is_being_prefetched(residency: Residency, sto
     assert store.calls == [A]
 
 
+async def test_a_prefetch_keeps_a_load_whose_question_goes_away(
+    residency: Residency, store: Store
+) -> None:
+    asker = Asker(residency, A, 0.3)
+    await store.begun()
+    assert residency.prefetch(A, 0.3)
+    await asker.cancel()
+    await store.end(a_context(9, HIGH))
+    assert (store.calls, store.cancelled) == ([A], [])
+    assert at_rest(residency) == (1, 0, 9, 0)
+
+
 async def test_only_so_many_are_prefetched_at_once(residency: Residency, store: Store) -> None:
     keys = [CacheKey("acme", str(number)) for number in range(ASIDE_MAX + 1)]
     assert [residency.prefetch(key, 0.3) for key in keys] == [True] * ASIDE_MAX + [False]
