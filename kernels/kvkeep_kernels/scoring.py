@@ -9,7 +9,7 @@ Source: arXiv 2505.23416, section 3; the exponential is taken once per column, s
 max exp(x) = exp(max x).
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ Reduction = Literal["max", "logsum"]
 
 TILE_ROWS = 512
 """Query rows of one head and group member per tile: bounds scratch to 512 x columns floats."""
+
+
+class PlusFactors(NamedTuple):
+    """What KVzip+ weighs an attention weight by: ``value_norm / hidden_norm``.
+
+    Shapes: value_norm [num_q_heads, columns] fp32, the norm of what a column's value becomes in
+    the output projection of a query head; hidden_norm [rows] fp32, above 0, the norm of the
+    hidden state that a row's attention reads.
+    """
+
+    value_norm: Tensor
+    hidden_norm: Tensor
 
 
 def row_lse(
@@ -66,17 +78,26 @@ def _row_lse_tiled(q: Tensor, whole: Tensor, own: Tensor, scale: float) -> Tenso
     return out.flatten(0, 1)
 
 
-def chunk_max_attention(q: Tensor, k_chunk: Tensor, lse: Tensor, *, scale: float) -> Tensor:
+def chunk_max_attention(
+    q: Tensor, k_chunk: Tensor, lse: Tensor, *, scale: float, plus: PlusFactors | None = None
+) -> Tensor:
     """Pass 2: the highest softmax weight of each chunk column over rows and query group.
 
     Shapes: q [num_q_heads, rows, head_dim]; k_chunk [num_kv_heads, chunk, head_dim]; lse
         [num_q_heads, rows] fp32, from ``row_lse`` or from a forward that attended to exactly
-        these keys. Returns [num_kv_heads, chunk] fp32, in [0, 1] to rounding.
+        these keys. Returns [num_kv_heads, chunk] fp32, in [0, 1] to rounding; with ``plus``
+        every weight is multiplied by its factors before the maximum.
     Modifies: nothing. The running maximum over several slices of rows is
         ``torch.maximum`` of the results.
     Raises: ShapeError.
     """
-    return column_reduce(q, k_chunk, lse, None, None, "max", scale=scale).exp_()
+    log_factor = None
+    if plus is not None:
+        if plus.hidden_norm.shape != q.shape[1:2]:
+            raise ShapeError("hidden_norm", tuple(plus.hidden_norm.shape), tuple(q.shape[1:2]))
+        lse, log_factor = lse + plus.hidden_norm.log(), plus.value_norm.log()
+    highest = column_reduce(q, k_chunk, lse, None, None, "max", scale=scale, log_factor=log_factor)
+    return highest.exp_()
 
 
 def column_reduce(
@@ -88,17 +109,19 @@ def column_reduce(
     op: Reduction,
     *,
     scale: float,
+    log_factor: Tensor | None = None,
 ) -> Tensor:
     """What each key column receives from the query rows of its window, as a logarithm.
 
-    Entry d of column t weighs ``exp(scale * q[d] . k[t] - lse[d])``. "max" is the log of the
-    highest weight over rows and query group; "logsum" the log of each query head's sum over
-    rows, and of those the group's highest.
+    Entry d of column t weighs ``exp(scale * q[d] . k[t] - lse[d] + log_factor[t])``. "max" is
+    the log of the highest weight over rows and query group; "logsum" the log of each query
+    head's sum over rows, and of those the group's highest.
 
     Shapes: q [num_q_heads, rows, head_dim]; k [num_kv_heads, columns, head_dim]; lse
         [num_q_heads, rows], each row's log-sum-exp; first_query, last_query [columns] int32 or
         int64: column t sees the rows ``first_query[t] <= d < last_query[t]``, bounds outside
-        the rows allowed; None is from the first row on, or to the last.
+        the rows allowed; None is from the first row on, or to the last; log_factor
+        [num_q_heads, columns] fp32, None for 0, -inf for a column that weighs nothing.
     Dtypes: q, k alike (bf16 | fp16 | fp32); sums in fp32. Returns [num_kv_heads, columns] fp32,
         -inf for a column whose window is empty; NaN goes in and comes out.
     Modifies: nothing. Launches asynchronously on a GPU.
@@ -110,11 +133,14 @@ def column_reduce(
     _check_norm(q, lse)
     _check_bound("first_query", first_query, k)
     _check_bound("last_query", last_query, k)
+    _check_factor(log_factor, q, k)
     if uses_triton(q.device):
         from kvkeep_kernels._triton import scoring
 
-        return scoring.column_reduce(q, k, lse, first_query, last_query, op, scale=scale)
-    return _column_reduce_tiled(q, k, lse, first_query, last_query, op, scale)
+        return scoring.column_reduce(
+            q, k, lse, first_query, last_query, op, scale=scale, log_factor=log_factor
+        )
+    return _column_reduce_tiled(q, k, lse, first_query, last_query, op, scale, log_factor)
 
 
 def _column_reduce_tiled(
@@ -125,13 +151,16 @@ def _column_reduce_tiled(
     last_query: Tensor | None,
     op: Reduction,
     scale: float,
+    log_factor: Tensor | None,
 ) -> Tensor:
     num_kv_heads = k.shape[0]
     grouped = q.unflatten(0, (num_kv_heads, -1))
     row_norm = lse.float().unflatten(0, (num_kv_heads, -1))
     keys = k.float()
-    # [heads, group or 1, columns]: a maximum needs no place of its own for every member.
-    members = 1 if op == "max" else grouped.shape[1]
+    # [heads, group or 1, columns]: a maximum needs no place of its own for every member, unless
+    # each has a factor of its own.
+    is_joint = op == "max" and log_factor is None
+    members = 1 if is_joint else grouped.shape[1]
     received = torch.full((num_kv_heads, members, k.shape[1]), -torch.inf, device=q.device)
     for first in range(0, q.shape[1], TILE_ROWS):
         tile = slice(first, first + TILE_ROWS)
@@ -142,10 +171,14 @@ def _column_reduce_tiled(
             logits.masked_fill_(row < first_query, -torch.inf)
         if last_query is not None:
             logits.masked_fill_(row >= last_query, -torch.inf)
-        if op == "max":
+        if is_joint:
             torch.maximum(received, logits.amax(dim=(1, 2), keepdim=True)[:, 0], out=received)
+        elif op == "max":
+            torch.maximum(received, logits.amax(dim=2), out=received)
         else:
             torch.logaddexp(received, torch.logsumexp(logits, dim=2), out=received)
+    if log_factor is not None:
+        received += log_factor.unflatten(0, (num_kv_heads, -1))
     return received.amax(dim=1)
 
 
@@ -169,6 +202,15 @@ def _check_norm(q: Tensor, lse: Tensor) -> None:
         raise ShapeError("lse", tuple(lse.shape), tuple(q.shape[:2]))
     if lse.device != q.device:
         raise ShapeError("lse", lse.device, q.device)
+
+
+def _check_factor(log_factor: Tensor | None, q: Tensor, k: Tensor) -> None:
+    if log_factor is None:
+        return
+    expected = (torch.Size([q.shape[0], k.shape[1]]), torch.float32, q.device)
+    found = (log_factor.shape, log_factor.dtype, log_factor.device)
+    if found != expected:
+        raise ShapeError("log_factor", found, expected)
 
 
 def _check_bound(name: str, bound: Tensor | None, k: Tensor) -> None:

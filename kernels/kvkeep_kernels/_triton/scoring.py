@@ -78,6 +78,7 @@ def column_reduce(
     op: Literal["max", "logsum"],
     *,
     scale: float,
+    log_factor: Tensor | None = None,
 ) -> Tensor:
     """As ``scoring.column_reduce``, one launch."""
     num_q_heads, rows, head_dim = q.shape
@@ -86,12 +87,14 @@ def column_reduce(
     if first_query is not None or last_query is not None:
         first_query = _bounds(first_query, 0, q, k)
         last_query = _bounds(last_query, rows, q, k)
+    if log_factor is not None:
+        log_factor = log_factor.contiguous()
     q, k = addressable(q), addressable(k)
     tile = tile_shape(head_dim, q.dtype)
     grid = (triton.cdiv(columns, tile.owned), num_kv_heads)
     with torch.cuda.device_of(q):
         column_reduce_kernel[grid](
-            *(q, k, lse.float().contiguous(), first_query, last_query, out),
+            *(q, k, lse.float().contiguous(), first_query, last_query, log_factor, out),
             *(*_strides(q), *_strides(k)),
             *(rows, columns, num_q_heads // num_kv_heads, scale),
             IS_LOGSUM=op == "logsum",
@@ -124,6 +127,7 @@ def column_reduce_kernel(
     lse,  # [num_q_heads, rows] fp32
     first_query,  # [columns] int32 within 0 and rows, or None: every column sees every row
     last_query,  # [columns] int32 likewise, None together
+    log_factor,  # [num_q_heads, columns] fp32 added to every logarithm, or None
     out,  # [num_kv_heads, columns] fp32
     q_head_stride,
     q_row_stride,
@@ -181,6 +185,9 @@ def column_reduce_kernel(
         # A row that does not exist has an infinite norm, so its weights vanish.
         norm = tl.load(lse + q_head * rows + row, mask=is_row, other=float("inf"))
         x = tl.dot(keys, queries, input_precision="ieee") * scale - norm[None, :]
+        if log_factor is not None:
+            factor = tl.load(log_factor + q_head * columns + column, mask=is_column, other=0.0)
+            x += factor[:, None]
         if first_query is not None:
             # Rows before the first wrap around to large numbers: one comparison serves for two.
             is_seen = (row[None, :] - first[:, None]).to(tl.uint32) < span[:, None]

@@ -1,7 +1,7 @@
 """Inputs of the column reduction, and the answers that a wrong one would give."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class ColumnCase:
     first_query: Tensor | None
     last_query: Tensor | None
     scale: float
+    log_factor: Tensor | None = None
 
     @property
     def first(self) -> Tensor:
@@ -34,10 +35,18 @@ class ColumnCase:
 
     def reduced(self, op: scoring.Reduction) -> Tensor:
         bounds = (self.first_query, self.last_query)
-        return scoring.column_reduce(self.q, self.k, self.lse, *bounds, op, scale=self.scale)
+        return scoring.column_reduce(
+            self.q, self.k, self.lse, *bounds, op, scale=self.scale, log_factor=self.log_factor
+        )
 
     def expected(self, op: scoring.Reduction, **changed: object) -> Tensor:
         """The oracle's answer, to other inputs where some are named."""
+        if self.log_factor is not None:
+            # Every query head has keys of its own, so that its factor comes before the maximum.
+            group_size = self.q.shape[0] // self.k.shape[0]
+            keys = self.k.repeat_interleave(group_size, 0)
+            alone = replace(self, k=keys, log_factor=None).expected(op, **changed)
+            return (alone + self.log_factor).unflatten(0, (-1, group_size)).amax(1)
         inputs = {
             "q": self.q,
             "k": self.k,
@@ -79,13 +88,15 @@ def column_case(
     *,
     window: int | None = None,
     documents: int = 0,
+    has_factors: bool = False,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> ColumnCase:
     """Random inputs; column t is token t, and query rows are the last ``rows`` of its tokens.
 
     ``window`` w: token t is seen from token t + w on. ``documents``: packed into the same rows,
-    each seen by its own queries alone. Keys and queries are views into larger buffers.
+    each seen by its own queries alone. ``has_factors``: columns of every query head weigh
+    differently. Keys and queries are views into larger buffers.
     """
     scale = head_dim**-0.5
     q = torch.randn(rows, heads * group_size, head_dim, dtype=dtype).transpose(0, 1)
@@ -98,4 +109,34 @@ def column_case(
     if documents:
         size = -(-columns // documents)
         last = (token // size + 1) * size - (columns - rows)
-    return ColumnCase(q, k, lse, first, last, scale)
+    factor = torch.randn(columns, heads * group_size).T if has_factors else None
+    return ColumnCase(q, k, lse, first, last, scale, factor)
+
+
+def plus_factors(q: Tensor, v: Tensor, hidden_size: int) -> tuple[Tensor, scoring.PlusFactors]:
+    """A random output projection [num_q_heads, hidden, d] and hidden states, as KVzip+ sees them.
+
+    v [num_kv_heads, columns, d]. Returns the factor of every (query head, row, column) in fp64
+    too, by another road: whole vectors, not norms.
+    """
+    projection = torch.randn(q.shape[0], hidden_size, v.shape[2])
+    states = torch.randn(q.shape[1], hidden_size) * 3
+    values = v.repeat_interleave(q.shape[0] // v.shape[0], 0)
+    moved = torch.einsum("hed,hcd->hce", projection.double(), values.double())
+    norms = moved.square().sum(-1).sqrt()
+    naive = norms[:, None, :] / states.double().square().sum(-1).sqrt()[None, :, None]
+    return naive, scoring.PlusFactors(norms.float(), torch.linalg.vector_norm(states, dim=-1))
+
+
+def naive_plus_score(
+    q: Tensor, keys: tuple[Tensor, Tensor, Tensor], naive: Tensor, scale: float
+) -> Tensor:
+    """KVzip+ of prefix, chunk and repeat keys, the whole matrix in fp64."""
+    prefix, chunk, _ = keys
+    group_size = q.shape[0] // chunk.shape[0]
+    every = torch.cat(keys, dim=1).double().repeat_interleave(group_size, 0)
+    logits = q.double() @ every.transpose(1, 2) * scale
+    rows, first, last = q.shape[1], prefix.shape[1], prefix.shape[1] + chunk.shape[1]
+    logits[..., last:].masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -math.inf)
+    weights = torch.softmax(logits, dim=-1)[..., first:last] * naive
+    return weights.amax(1).unflatten(0, (-1, group_size)).amax(1)

@@ -13,7 +13,7 @@ from kvkeep_kernels.backend import uses_triton
 from kvkeep_kernels.scoring import Reduction, chunk_max_attention, column_reduce, row_lse
 
 from ...support.triton_interpreter import bf16_products, mutated, poisoned_memory
-from .column_cases import ColumnCase, column_case
+from .column_cases import ColumnCase, column_case, naive_plus_score, plus_factors
 
 __all__ = ["bf16_products"]
 
@@ -79,6 +79,7 @@ def test_the_row_log_sum_exp_equals_the_oracle(
     columns=st.sampled_from([1, 31, 33, 70]),
     window=st.sampled_from([None, 0, 1, 31, 69]),
     documents=st.integers(0, 3),
+    has_factors=st.booleans(),
     head_dim=st.sampled_from(HEAD_DIMS),
 )
 def test_the_column_reduction_equals_the_oracle(
@@ -89,9 +90,10 @@ def test_the_column_reduction_equals_the_oracle(
     columns: int,
     window: int | None,
     documents: int,
+    has_factors: bool,
     head_dim: int,
 ) -> None:
-    bounds = {"window": window, "documents": documents}
+    bounds = {"window": window, "documents": documents, "has_factors": has_factors}
     check_columns(column_case(heads, group_size, rows, columns, head_dim=head_dim, **bounds), op)
 
 
@@ -103,6 +105,17 @@ def test_the_two_passes_make_kvzips_score() -> None:
         found = chunk_max_attention(q, chunk, lse, scale=SCALE)
     expected = reference.chunk_max_attention(q, prefix, chunk, repeat, scale=SCALE)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_score_of_kvzip_plus_equals_a_naive_one_in_fp64() -> None:
+    keys = tuple(torch.randn(2, n, 64) for n in (5, 40, 35))
+    q = torch.randn(6, 35, 64)
+    naive, plus = plus_factors(q, torch.randn(2, 40, 64), hidden_size=96)
+    with poisoned_memory():
+        lse = row_lse(q, *keys, scale=SCALE)
+        found = chunk_max_attention(q, keys[1], lse, scale=SCALE, plus=plus)
+    expected = naive_plus_score(q, keys, naive, SCALE)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("bf16_products")
@@ -157,6 +170,8 @@ COLUMN_MUTANTS = {
     "last-tile-skipped": ("last_row = tl.max(last", "last_row = tl.min(last"),
     "one-member-only": ("q_head += is_last.to(tl.int64)", "q_head += 0"),
     "heads-swapped": ("k + head * k_head_stride", "k + (1 - head) * k_head_stride"),
+    "factor-of-another-head": ("log_factor + q_head * columns", "log_factor + head * columns"),
+    "factor-squared": ("x += factor[:, None]", "x += 2 * factor[:, None]"),
     "rows-beyond-the-end": ('mask=is_row, other=float("inf")', "mask=is_row, other=0.0"),
 }
 LOGSUM_MUTANTS = {
@@ -180,7 +195,10 @@ def test_a_mutated_column_reduction_is_caught(
     torch.manual_seed(3)
     broken = mutated(kernels, *LOGSUM_MUTANTS[mutant], tmp_path)
     monkeypatch.setattr(kernels, "column_reduce", broken.column_reduce)
-    cases = [column_case(2, 2, 39, 40, window=3, documents=2), column_case(2, 2, 39, 40)]
+    cases = [
+        column_case(2, 2, 39, 40, window=3, documents=2),
+        column_case(2, 2, 39, 40, has_factors=True),
+    ]
     found = torch.cat([case.reduced(op) for case in cases])
     expected = torch.cat([case.expected(op) for case in cases])
     assert not torch.allclose(found, expected, rtol=1e-4, atol=1e-4)

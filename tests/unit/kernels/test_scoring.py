@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvkeep_kernels import reference, scoring
 from kvkeep_kernels.layout import ShapeError
 
-from .column_cases import column_case
+from .column_cases import column_case, naive_plus_score, plus_factors
 
 OPS = ("max", "logsum")
 
@@ -101,6 +101,7 @@ def test_rows_late_in_the_repeat_input_see_all_before_them(
     columns=st.sampled_from([1, 5, 30]),
     window=st.sampled_from([None, 0, 1, 7, 29]),
     documents=st.integers(0, 3),
+    has_factors=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_the_column_reduction_equals_the_oracle(
@@ -111,10 +112,12 @@ def test_the_column_reduction_equals_the_oracle(
     columns: int,
     window: int | None,
     documents: int,
+    has_factors: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    case = column_case(heads, group_size, rows, columns, window=window, documents=documents)
+    bounds = {"window": window, "documents": documents}
+    case = column_case(heads, group_size, rows, columns, has_factors=has_factors, **bounds)
     torch.testing.assert_close(case.reduced(op), case.expected(op), rtol=1e-4, atol=1e-4)
 
 
@@ -137,6 +140,34 @@ def test_every_wrong_column_reduction_is_told_apart(op: scoring.Reduction) -> No
     torch.testing.assert_close(found, case.expected(op), rtol=1e-4, atol=1e-4)
     for name, wrong in case.mutants(op).items():
         assert not torch.allclose(found, wrong, rtol=1e-2, atol=1e-2), name
+
+
+@settings(max_examples=15)
+@given(
+    heads=st.integers(1, 2),
+    group_size=st.integers(1, 4),
+    sizes=st.tuples(st.integers(0, 5), st.sampled_from([1, 20]), st.sampled_from([1, 33])),
+    seed=st.integers(0, 1000),
+)
+def test_the_score_of_kvzip_plus_equals_a_naive_one_in_fp64(
+    heads: int, group_size: int, sizes: tuple[int, int, int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    keys = tuple(torch.randn(heads, size, 64) for size in sizes)
+    q = torch.randn(heads * group_size, sizes[2], 64)
+    naive, plus = plus_factors(q, torch.randn(heads, sizes[1], 64), hidden_size=96)
+    lse = scoring.row_lse(q, *keys, scale=0.25)
+    found = scoring.chunk_max_attention(q, keys[1], lse, scale=0.25, plus=plus)
+    expected = naive_plus_score(q, keys, naive, 0.25)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_column_whose_value_is_zero_has_no_score_in_kvzip_plus() -> None:
+    torch.manual_seed(14)
+    case = column_case(1, 2, 8, 5)
+    plus = scoring.PlusFactors(torch.tensor([[1.0, 0, 2, 1, 1]] * 2), torch.ones(8))
+    found = scoring.chunk_max_attention(case.q, case.k, case.lse, scale=case.scale, plus=plus)
+    assert (found == 0).tolist() == [[False, True, False, False, False]]
 
 
 def test_kvzips_score_is_the_unbounded_maximum() -> None:
@@ -178,8 +209,9 @@ def test_a_key_that_is_not_a_number_never_gets_a_score(op: scoring.Reduction) ->
         ({"k": torch.zeros(1, 4, 32)}, "q"),
         ({"lse": torch.zeros(2, 4)}, "lse"),
         ({"op": "mean"}, "op"),
+        ({"log_factor": torch.zeros(1, 4)}, "log_factor"),
     ],
-    ids=["bound length", "bound dtype", "key dtype", "key width", "lse rows", "operation"],
+    ids=["bound length", "bound dtype", "key dtype", "key width", "lse rows", "operation", "heads"],
 )
 def test_inputs_that_do_not_fit_are_refused_by_name(changed: dict[str, object], name: str) -> None:
     inputs = {
@@ -193,6 +225,13 @@ def test_inputs_that_do_not_fit_are_refused_by_name(changed: dict[str, object], 
     }
     with pytest.raises(ShapeError, match=rf"^{name}: "):
         scoring.column_reduce(**inputs, scale=1.0)
+
+
+def test_hidden_norms_of_other_rows_are_refused() -> None:
+    case = column_case(1, 2, 8, 5)
+    plus = scoring.PlusFactors(torch.ones(2, 5), torch.ones(7))
+    with pytest.raises(ShapeError, match=r"^hidden_norm: "):
+        scoring.chunk_max_attention(case.q, case.k, case.lse, scale=case.scale, plus=plus)
 
 
 def test_keys_of_another_number_of_heads_are_refused() -> None:

@@ -37,14 +37,18 @@ def column_code(target: str, dtype: torch.dtype, head_dim: int, op: str) -> Mach
     sizes = dict.fromkeys((*COLUMN_STRIDES, "rows", "columns", "group_size"), "i32")
     width = {"HEAD_DIM": head_dim, "BLOCK_DIM": triton.next_power_of_2(head_dim)}
     block = {"BLOCK_COLUMNS": tile.owned, "BLOCK_ROWS": tile.streamed}
-    # KVzip takes a maximum without bounds, KVpop a sum within them.
-    bounded = dict.fromkeys(bounds, "*i32") if op == "logsum" else {}
-    unbounded = {} if bounded else dict.fromkeys(bounds)
+    # KVzip takes a maximum without bounds, KVzip+ with factors, KVpop a sum within bounds.
+    given = {
+        "max": {},
+        "plus": {"log_factor": "*fp32"},
+        "logsum": dict.fromkeys(bounds, "*i32"),
+    }[op]
+    absent = {name: None for name in (*bounds, "log_factor") if name not in given}
     return compile_for(
         target,
         scoring.column_reduce_kernel,
-        {**pointers, **bounded, **sizes, "scale": "fp32"},
-        {"IS_LOGSUM": op == "logsum", **unbounded, **width, **block},
+        {**pointers, **given, **sizes, "scale": "fp32"},
+        {"IS_LOGSUM": op == "logsum", **absent, **width, **block},
         divisible=COLUMN_STRIDES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -76,7 +80,7 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize(("target", "dtype", "head_dim"), CONFIGURATIONS, ids=str)
-@pytest.mark.parametrize("kernel", ["max", "logsum", "row_lse"])
+@pytest.mark.parametrize("kernel", ["max", "plus", "logsum", "row_lse"])
 def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
     kernel: str, target: str, dtype: torch.dtype, head_dim: int
 ) -> None:
