@@ -24,6 +24,8 @@ from .verdict import Verdict, empty, finish, judge
 # Seldom done, and cut short most of the time: once per so many kills.
 _KILLS_PER_ROUND = 50
 _VICTIMS = 3
+# Most kills would miss what lies between two writes if those followed each other at once.
+_HESITATION = "delay=0.25,delay_seconds=0.03"
 
 
 def main() -> int:
@@ -32,7 +34,9 @@ def main() -> int:
     parser.add_argument("--server-kills", type=int, default=20, help="of a real server")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
     parser.add_argument("--s3", action="store_true", help="SeaweedFS and a disk tier, no directory")
-    parser.add_argument("--faults", help="the victims' store has these, as KVKEEP_FAULTS says them")
+    parser.add_argument(
+        "--faults", default=_HESITATION, help="of the victims' store, as KVKEEP_FAULTS has them"
+    )
     chosen = parser.parse_args()
     say(f"seed {chosen.seed}")
     folder = Path(tempfile.mkdtemp(prefix="kvkeep-soak-"))
@@ -75,9 +79,7 @@ def _place(folder: Path, *, is_remote: bool) -> Iterator[Place]:
         store.stop()
 
 
-def soak_storage(
-    place: Place, folder: Path, kills: int, seed: int, faults: str | None
-) -> list[str]:
+def soak_storage(place: Place, folder: Path, kills: int, seed: int, faults: str) -> list[str]:
     """Kill the torch-free process; return what is wrong afterwards."""
     notes = folder / "notes"
     notes.mkdir()

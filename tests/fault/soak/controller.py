@@ -20,7 +20,7 @@ _AIM_SECONDS = 3.0
 _INSIDE_SECONDS_MAX = 0.04
 # So many of the last kills are meant for each kind that none has hit.
 _AIMS = 3
-_ANYWHERE_SECONDS = (0.02, 0.5)
+_ANYWHERE_SECONDS = (0.02, 0.8)
 _POLL_SECONDS = 0.001
 
 

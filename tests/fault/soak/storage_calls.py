@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvkeep_service.config import Settings
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, ModelInfo, Prepared
@@ -25,6 +26,7 @@ from kvkeep_storage.sweeper import Sweeper, SweepReport
 from kvkeep_storage.verify import Verifier
 
 from ...support.scripted_worker import MODEL
+from ...support.stores import files_below
 from .synthetic import facts_of, rows_of, text_of
 
 # Short, so that what a killed process held comes free while the soak goes on.
@@ -71,6 +73,12 @@ class Place:
     disk: Path | None = None
     faults: str | None = None
 
+    @property
+    def root(self) -> Path | None:
+        """The directory of the objects; None when they are on a server."""
+        parts = urlsplit(self.store_url)
+        return Path(parts.path) if parts.scheme == "file" else None
+
     @classmethod
     def local(cls, redis_url: str, root: Path) -> "Place":
         return cls(redis_url, root.as_uri())
@@ -82,6 +90,7 @@ class Calls:
 
     stores: Stores
     remover: Remover
+    root: Path | None
 
     @classmethod
     @asynccontextmanager
@@ -104,7 +113,7 @@ class Calls:
             await bind_if_new(stores.objects, stores.metadata)
             remover = Remover(stores, SyntheticWorker())
             try:
-                yield cls(stores, remover)
+                yield cls(stores, remover, place.root)
             finally:
                 await remover.close()
 
@@ -184,9 +193,7 @@ class Calls:
                 yield f"{checked.what} {checked.name}: {checked.problem}"
 
     async def files(self, folder: str = "") -> list[str]:
-        """The key of every stored object in a folder and below it."""
+        """Everything stored in a folder and below it; in a directory, unfinished writes too."""
+        if self.root is not None:
+            return files_below(self.root, folder)
         return sorted(item.key for item in await self.stores.objects.objects_below(folder))
-
-    async def num_temporary(self) -> int:
-        """How many files unfinished writes have left; they are gone afterwards."""
-        return len(await self.stores.objects.delete_temporary_files(0))

@@ -8,7 +8,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from kvkeep_storage import keys
+from kvkeep_storage import durable, keys
 from kvkeep_storage.errors import NotFound, StorageError
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.manifest import Manifest
@@ -160,8 +160,8 @@ async def _judge_caches(calls: Calls, verdict: Verdict) -> None:
 
 async def _judge_leftovers(calls: Calls, verdict: Verdict) -> None:
     stores = calls.stores
-    if num_temporary := await calls.num_temporary():
-        verdict.findings.append(f"{num_temporary} files are left of writes")
+    temporary = [n for n in await calls.files() if durable.is_temporary(n.rpartition("/")[2])]
+    verdict.findings += [f"{name}: left of a write" for name in temporary]
     for key in await _leases(calls):
         verdict.findings.append(f"{key}: a lease of nobody")
     if length := await _queue_length(calls):
