@@ -205,15 +205,19 @@ class RedisLink:
         cancellations = task.cancelling() if task else 0
         # Waiting for a connection, opening it, and the command itself.
         deadline_seconds = 3 * self.timeout_seconds + more_seconds
+        failed: Exception | None = None
         try:
             async with asyncio.timeout(deadline_seconds), self._room:
                 yield
         except (RedisError, RedisClusterException, OSError) as error:
-            raise MetadataUnavailable(f"redis {operation}", _reason(error)) from error
+            failed = error
         # redis-py sends under asyncio.wait_for, which before Python 3.12 forgets a cancellation
-        # that comes as the sending ends; the caller would wait for this task for ever.
+        # that comes as the sending ends, whether the call then succeeds or not; the caller would
+        # wait for this task for ever.
         if task and task.cancelling() > cancellations:
             raise asyncio.CancelledError
+        if failed is not None:
+            raise MetadataUnavailable(f"redis {operation}", _reason(failed)) from failed
 
 
 def _options(timeout_seconds: float) -> dict[str, Any]:

@@ -123,6 +123,31 @@ async def test_a_build_that_outlasts_its_lease_returns_to_the_queue_and_ends_onc
     assert await bench.stores.metadata.unfinished() == []
 
 
+async def test_a_stop_while_redis_hangs_ends_and_another_takes_the_build_up(
+    bench: Workbench, valkey: ValkeyProcess, tmp_path: Path
+) -> None:
+    record = await bench.register(LONG)
+    bench.model.hold_after(1)
+    bench.builder.start()
+    await bench.held()
+    valkey.pause()
+    try:
+        async with asyncio.timeout(30):
+            await bench.builder.stop()
+    finally:
+        valkey.resume()
+    bench.model.release()
+    await until_it_answers(bench.stores.metadata)
+    # What could not be given back runs out by itself.
+    valkey.call("DEL", TenantKeys(TENANT).build_lease(record.cache_id))
+    await bench.jobs.void_owners()
+    another = bench.another()
+    another.start()
+    await bench.until_settled()
+    await assert_ready_once(bench, record.id, tmp_path)
+    await another.stop()
+
+
 async def test_a_redis_flushed_in_mid_build_ends_it_and_a_reindex_brings_it_back(
     bench: Workbench, valkey: ValkeyProcess, tmp_path: Path
 ) -> None:

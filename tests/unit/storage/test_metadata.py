@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import (
@@ -12,6 +13,7 @@ from kvkeep_storage.errors import (
     MetadataUnavailable,
 )
 from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.redis_link import RedisLink, Reply, Word
 
 from .samples import TENANT, a_context, stored
 
@@ -110,6 +112,29 @@ async def test_a_cancelled_call_leaves_the_connection_usable(metadata: Metadata)
         with pytest.raises(asyncio.CancelledError):
             await call
         assert (await stored(metadata, "ctx_01")).name == "mine"
+
+
+class ForgetfulLink(RedisLink):
+    """Ends in a time-out where it was cancelled: asyncio.wait_for may, before Python 3.12."""
+
+    async def _send(self, *words: Word) -> Reply:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            raise RedisTimeoutError from error
+        return None
+
+
+async def test_a_cancellation_that_ends_as_a_time_out_is_a_cancellation_still(
+    valkey_url: str,
+) -> None:
+    link = ForgetfulLink.open(valkey_url, 2.0)
+    call = asyncio.create_task(link.command("GET", "key"))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await link.close()
 
 
 async def test_more_calls_at_once_than_connections_all_succeed(metadata: Metadata) -> None:
