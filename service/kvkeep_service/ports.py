@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from kvkeep_storage.fingerprint import Fingerprint
 
+Normalization = Literal["none", "kvzip_plus"]
 Scoring = Literal["exact", "local"]
 FinishReason = Literal["stop", "length"]
 CacheSource = Literal["resident", "host", "disk", "store"]

@@ -6,6 +6,8 @@ Architectures are allowed by name. A model whose attention this engine would com
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,30 @@ class LanguageModel:
             )
         states: Tensor = out.last_hidden_state
         return states
+
+    @contextmanager
+    def showing_inputs(self, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Hand every layer's number and what its attention reads to ``see``, in forwards within.
+
+        Shapes: [batch, tokens, hidden], behind the layer's first norm. Called before the pass is.
+        """
+
+        def hook(module: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
+            layer: int = module.layer_idx  # type: ignore[assignment]
+            see(layer, arguments["hidden_states"])
+
+        attentions = [layer.self_attn for layer in self._model.model.layers]
+        hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in attentions]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def output_projection(self, layer: int) -> Tensor:
+        """What takes each query head's output to hidden states: [num_q_heads, hidden, head_dim]."""
+        weight: Tensor = self._model.model.layers[layer].self_attn.o_proj.weight
+        return weight.unflatten(1, (self.shape.num_q_heads, self.shape.head_dim)).transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of some rows only: [rows, hidden] -> [rows, vocabulary] fp32."""

@@ -6,10 +6,12 @@ attention any repeat row pays to it, over prefix + this chunk + the repeat input
 
 Source: arXiv 2505.23416, section 3 and algorithm 1. ``local`` is ours: the repeat forward
 attends to exactly the keys the score is defined over, instead of the whole cache, so its cost
-per chunk does not grow with the document.
+per chunk does not grow with the document. KVzip+ weighs attention by what it adds to the hidden
+state, ``|W_O v| / |h|``: W_O of the query head, h what the row's attention reads, as in kvpress.
 """
 
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kvkeep_kernels.attention import dense_prefill
-from kvkeep_kernels.scoring import chunk_max_attention, row_lse
+from kvkeep_kernels.scoring import PlusFactors, chunk_max_attention, row_lse
 from kvkeep_service.engine.build import SLICE_TOKENS, DocumentTokens
 from kvkeep_service.engine.cache import FullCache, Tail
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.ports import Scoring
+from kvkeep_service.ports import Normalization, Scoring
 
 POLICY_VERSION = 1
 MIN_DOCUMENT_TOKENS = 256
@@ -87,9 +89,17 @@ class KVzip:
 
     name = "kvzip"
 
-    def __init__(self, prompts: RepeatPrompts, *, scoring: Scoring, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        prompts: RepeatPrompts,
+        *,
+        scoring: Scoring,
+        chunk_tokens: int,
+        normalization: Normalization = "none",
+    ) -> None:
         self._prompts = prompts
         self._scoring: Scoring = scoring
+        self._normalization: Normalization = normalization
         self.chunk_tokens = chunk_tokens
 
     def score(
@@ -100,7 +110,8 @@ class KVzip:
         scores = torch.zeros(shape.num_layers, shape.num_kv_heads, total, device=model.device)
         for chunk in _chunks(total, self.chunk_tokens):
             ids = self._prompts.repeat_input(document, chunk)
-            repeat = _RepeatPass(model, cache, document, chunk, self._scoring, scores)
+            norms = _PlusNorms(model) if self._normalization == "kvzip_plus" else None
+            repeat = _RepeatPass(model, cache, document, chunk, self._scoring, norms, scores)
             for done in _forward_in_slices(model, ids, document.num_tokens, repeat):
                 yield (chunk.start + len(chunk) * done) / total
         return scores
@@ -116,8 +127,10 @@ class _RepeatPass:
         document: DocumentTokens,
         chunk: range,
         scoring: Scoring,
+        norms: "_PlusNorms | None",
         scores: Tensor,
     ) -> None:
+        self.norms = norms
         self._cache = cache
         self._num_prefix, self._num_tokens = document.num_prefix, document.num_tokens
         self._first = document.num_prefix + chunk.start
@@ -138,9 +151,37 @@ class _RepeatPass:
         else:
             attended = dense_prefill(q[0], own, visible=[prefix, chunk], scale=scale)
             lse = attended.lse
-        best = chunk_max_attention(q[0], chunk.k, lse, scale=scale)
+        plus = None if self.norms is None else self.norms.factors(layer, chunk.v)
+        best = chunk_max_attention(q[0], chunk.k, lse, scale=scale, plus=plus)
         torch.maximum(self._scores[layer], best, out=self._scores[layer])
         return attended.out[None]
+
+
+class _PlusNorms:
+    """What KVzip+ multiplies the weights of one chunk by, gathered while its pass runs."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._value_norms: dict[int, Tensor] = {}
+        self._hidden_norm: Tensor | None = None
+
+    def see(self, _: int, hidden: Tensor) -> None:
+        """Take what the next layer's attention reads, [1, rows, hidden]. Modifies itself."""
+        self._hidden_norm = torch.linalg.vector_norm(hidden[0], dim=-1, dtype=torch.float32)
+
+    def factors(self, layer: int, values: Tensor) -> PlusFactors:
+        """Those of the rows last seen and of a chunk's values [num_kv_heads, chunk, head_dim]."""
+        assert self._hidden_norm is not None, "a forward that shows nothing of what it reads"
+        if layer not in self._value_norms:
+            projection = self._model.output_projection(layer)
+            group_size = len(projection) // len(values)
+            # One head at a time: the vectors themselves are hidden-sized, for every token.
+            norms = [
+                torch.linalg.vector_norm(values[head // group_size].float() @ own.float().T, dim=-1)
+                for head, own in enumerate(projection)
+            ]
+            self._value_norms[layer] = torch.stack(norms)
+        return PlusFactors(self._value_norms[layer], self._hidden_norm)
 
 
 def _chunks(total: int, chunk_tokens: int) -> Iterator[range]:
@@ -158,6 +199,8 @@ def _forward_in_slices(
         piece = tokens[:, first : first + SLICE_TOKENS]
         last = first + piece.shape[1]
         positions = torch.arange(position + first, position + last)[None]
-        model.hidden(piece, positions, repeat)
+        # Not across the yield: forwards of others come in between.
+        with model.showing_inputs(repeat.norms.see) if repeat.norms else nullcontext():
+            model.hidden(piece, positions, repeat)
         repeat.tail.extend(piece.shape[1])
         yield last / len(ids)

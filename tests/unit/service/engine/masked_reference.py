@@ -4,7 +4,7 @@ Stock transformers forwards with a stock ``DynamicCache`` and plain softmax atte
 mask is ours. Nothing here uses the engine or the kernels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ class MaskedReference:
     """A stock model that sees, per layer and KV head, only some of the first N positions.
 
     ``visible[layer]`` is bool [kv heads, N]; None sees everything. After a forward, ``seen``
-    holds each layer's rotated queries and all its keys.
+    holds each layer's rotated queries and all its keys; ``values`` all its values, and ``read``
+    the hidden states that its attention took.
     """
 
     def __init__(self, stock: PreTrainedModel) -> None:
@@ -28,6 +29,10 @@ class MaskedReference:
         self._cache = DynamicCache(config=stock.config)
         self.visible: list[Tensor] | None = None
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.values: dict[int, Tensor] = {}
+        self.read: dict[int, Tensor] = {}
+        for layer, block in enumerate(stock.model.layers):
+            block.input_layernorm.register_forward_hook(self._keep(layer))
 
     def forward(self, ids: list[int], position: int) -> Tensor:
         """Append tokens from ``position`` on; returns their logits [tokens, vocabulary]."""
@@ -39,9 +44,20 @@ class MaskedReference:
         logits: Tensor = out.logits[0]
         return logits
 
+    def projection(self, layer: int) -> Tensor:
+        """The output projection of a layer: [hidden, heads * head_dim]."""
+        weight: Tensor = self._model.model.layers[layer].self_attn.o_proj.weight
+        return weight
+
     def forget(self, tokens: int) -> None:
         """Drop the last tokens from the cache."""
         self._cache.crop(-tokens)
+
+    def _keep(self, layer: int) -> Callable[[Any, Any, Tensor], None]:
+        def hook(_: Any, __: Any, out: Tensor) -> None:
+            self.read[layer] = out[0]
+
+        return hook
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -58,7 +74,7 @@ class MaskedReference:
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, scaling: float, **_: Any
     ) -> tuple[Tensor, None]:
         layer, group_size = module.layer_idx, q.shape[1] // k.shape[1]
-        self.seen[layer] = (q[0], k[0])
+        self.seen[layer], self.values[layer] = (q[0], k[0]), v[0]
         logits = q @ k.repeat_interleave(group_size, dim=1).transpose(2, 3) * scaling
         tokens, total = q.shape[2], k.shape[2]
         earlier = total - tokens

@@ -23,13 +23,16 @@ PROMPTS = RepeatPrompts(first=(1, 2, 3), later=(4, 5), turn_end=(6, 7))
 CHUNK = 60
 
 
-def our_scores(model: LanguageModel, document: DocumentTokens, scoring: str) -> torch.Tensor:
+def our_scores(
+    model: LanguageModel, document: DocumentTokens, scoring: str, normalization: str = "none"
+) -> torch.Tensor:
     cache = FullCache(model.shape, document.num_tokens, dtype=model.dtype, device=model.device)
     from kvkeep_service.engine.build import _prefill
 
     for _ in _prefill(model, cache, document):
         pass
-    steps = KVzip(PROMPTS, scoring=scoring, chunk_tokens=CHUNK).score(model, cache, document)
+    options = {"scoring": scoring, "normalization": normalization, "chunk_tokens": CHUNK}
+    steps = KVzip(PROMPTS, **options).score(model, cache, document)
     while True:
         try:
             next(steps)
@@ -37,7 +40,28 @@ def our_scores(model: LanguageModel, document: DocumentTokens, scoring: str) -> 
             return finished.value
 
 
-def oracle_scores(kind: str, document: DocumentTokens, scoring: str) -> torch.Tensor:
+def plus_score(reference: MaskedReference, layer: int, begin: int, end: int, num_prefix: int):
+    """KVzip+ of one chunk from what a stock model computed, the whole matrix in fp64."""
+    q, k = reference.seen[layer]
+    rows, group_size = q.shape[1], q.shape[0] // k.shape[0]
+    own = k.shape[1] - rows
+    where = [*range(num_prefix), *range(begin, end), *range(own, k.shape[1])]
+    keys = k[:, where].double().repeat_interleave(group_size, 0)
+    logits = q.double() @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+    future = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    logits[..., -rows:].masked_fill_(future, -torch.inf)
+    weights = torch.softmax(logits, -1)[..., num_prefix : num_prefix + end - begin]
+    weight = reference.projection(layer).double().unflatten(1, (q.shape[0], -1))
+    values = reference.values[layer][:, begin:end].double().repeat_interleave(group_size, 0)
+    added = torch.einsum("ehd,hcd->hce", weight, values).norm(dim=-1)
+    read = reference.read[layer].double().norm(dim=-1)
+    weighed = weights * added[:, None] / read[None, :, None]
+    return weighed.amax(1).unflatten(0, (-1, group_size)).amax(1).float()
+
+
+def oracle_scores(
+    kind: str, document: DocumentTokens, scoring: str, normalization: str = "none"
+) -> torch.Tensor:
     """Repeat each chunk with a stock model over a dense cache; score from its own q and k."""
     stock = stock_model(kind)
     config = stock.config
@@ -59,9 +83,13 @@ def oracle_scores(kind: str, document: DocumentTokens, scoring: str) -> torch.Te
             reference.visible = [mask] * config.num_hidden_layers
         reference.forward(ids, total)
         for layer, (q, k) in reference.seen.items():
-            scores[layer, :, first : first + len(chunk)] = chunk_max_attention(
-                q, k[:, :num_prefix], k[:, begin:end], k[:, total:], scale=q.shape[-1] ** -0.5
-            )
+            if normalization == "kvzip_plus":
+                found = plus_score(reference, layer, begin, end, num_prefix)
+            else:
+                found = chunk_max_attention(
+                    q, k[:, :num_prefix], k[:, begin:end], k[:, total:], scale=q.shape[-1] ** -0.5
+                )
+            scores[layer, :, first : first + len(chunk)] = found
         reference.forget(len(ids))
         reference.visible = None
     return scores
@@ -76,15 +104,25 @@ def test_scores_equal_a_dense_stock_model(kind: str, scoring: str) -> None:
     torch.testing.assert_close(ours, oracle_scores(kind, document, scoring), rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("scoring", ["exact", "local"])
+def test_scores_of_kvzip_plus_equal_a_dense_stock_model_in_fp64(scoring: str) -> None:
+    document = random_document(2 * CHUNK + 1, prefix=4, seed=1)
+    ours = our_scores(engine_model(stock_model("qwen3")), document, scoring, "kvzip_plus")
+    expected = oracle_scores("qwen3", document, scoring, "kvzip_plus")
+    torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-6)
+    assert not torch.allclose(expected, oracle_scores("qwen3", document, scoring), rtol=0.1)
+
+
 def test_slices_of_a_repeat_input_share_one_running_maximum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     document = random_document(150, seed=2)
     model = engine_model(stock_model("llama"))
-    whole = our_scores(model, document, "local")
+    whole = [our_scores(model, document, "local", kind) for kind in ("none", "kvzip_plus")]
     for module in ("kvkeep_service.engine.build", "kvkeep_service.policies.kvzip"):
         monkeypatch.setattr(f"{module}.SLICE_TOKENS", 17)
-    torch.testing.assert_close(our_scores(model, document, "local"), whole, rtol=2e-3, atol=1e-6)
+    sliced = [our_scores(model, document, "local", kind) for kind in ("none", "kvzip_plus")]
+    torch.testing.assert_close(sliced, whole, rtol=2e-3, atol=1e-6)
 
 
 def test_a_later_chunk_repeats_the_eight_tokens_before_it() -> None:
@@ -138,3 +176,9 @@ def test_a_build_hands_back_control_after_every_bounded_piece() -> None:
         tokens.clear()
     assert max(per_item) <= SLICE_TOKENS
     assert len(list(itertools.filterfalse(None, per_item))) == model.shape.num_layers
+
+
+def test_kvzip_plus_leaves_nothing_behind_on_the_model() -> None:
+    model = engine_model(stock_model("llama"))
+    our_scores(model, random_document(70), "local", "kvzip_plus")
+    assert not any(part._forward_pre_hooks for part in model._model.modules())
