@@ -102,7 +102,8 @@ class LanguageModel:
     def output_projection(self, layer: int) -> Tensor:
         """What takes each query head's output to hidden states: [num_q_heads, hidden, head_dim]."""
         weight: Tensor = self._model.model.layers[layer].self_attn.o_proj.weight
-        return weight.unflatten(1, (self.shape.num_q_heads, self.shape.head_dim)).transpose(0, 1)
+        heads: Tensor = weight.unflatten(1, (self.shape.num_q_heads, self.shape.head_dim))
+        return heads.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of some rows only: [rows, hidden] -> [rows, vocabulary] fp32."""
