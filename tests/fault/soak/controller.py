@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,10 +82,12 @@ class Controller:
         processes = [self._alive.pop(name) for name in names]
         for process in processes:
             assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
+            # Gone already: the exit code tells.
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         for name, process in zip(names, processes, strict=True):
             process.join()
-            assert process.exitcode == -signal.SIGKILL, f"{name} ended by itself"
+            assert process.exitcode == -signal.SIGKILL, f"ended by itself: see {name}.log"
             if not is_end:
                 self.hits[running_operation(self.folder, name)] += 1
 

@@ -1,5 +1,6 @@
-"""A process without torch that does everything that changes stores until it
-is killed, and checks everything it is told.
+"""A process without torch that does everything that changes stores, until it is killed.
+
+It checks what it is told, and notes what it must not be wrong about later.
 """
 
 import asyncio
@@ -168,7 +169,11 @@ def main(place: Place, folder: Path, name: str, seed: int) -> None:
         notes.write("wrong", detail="the victim has loaded torch")
 
     async def live() -> None:
-        async with Calls.open(place) as calls:
-            await Victim(calls, notes, name, seed).run()
+        while True:
+            try:
+                async with Calls.open(place) as calls:
+                    await Victim(calls, notes, name, seed).run()
+            except Unavailable as error:
+                notes.write(f"start met {error.code}")
 
     asyncio.run(live())
