@@ -160,11 +160,14 @@ async def test_a_disk_that_hangs_ends_the_read_as_abandoned_and_is_left_alone(
     make_folder(copy.parent)
     # To open it blocks until somebody writes to it.
     os.mkfifo(copy)
-    with pytest.raises(ObjectsUnavailable) as caught:
-        await read(tier, SLAB, 0, 4304)
-    assert caught.value.abandoned
-    assert await read(tier, SLAB, 0, 4304) == CONTENT
-    os.close(os.open(copy, os.O_WRONLY))
+    try:
+        with pytest.raises(ObjectsUnavailable) as caught:
+            await read(tier, SLAB, 0, 4304)
+        assert caught.value.abandoned
+        assert await read(tier, SLAB, 0, 4304) == CONTENT
+    finally:
+        # Or the thread would never end.
+        os.close(os.open(copy, os.O_WRONLY))
 
 
 async def test_the_disk_is_tried_again_after_a_pause(
