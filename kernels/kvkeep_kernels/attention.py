@@ -3,7 +3,8 @@
 Every function splits the keys into parts, attends to each part alone, and merges the partial
 outputs exactly. On a CPU a part is one call of torch's flash attention, the only stock kernel
 that also returns its log-sum-exp; rows of the query group are folded into query rows, because
-one query row per call is several times slower there.
+one query row per call is several times slower there. Quantised rows are multiplied as codes,
+block by block; scales and zeros meet the products, never the rows.
 
 Source: FlashDecoding split-K; the merge is FlashInfer's "recursive attention".
 """
@@ -15,7 +16,20 @@ import torch
 from torch import Tensor
 
 from kvkeep_kernels.backend import uses_triton
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV, ShapeError
+from kvkeep_kernels.layout import (
+    ContextRows,
+    DecodeBatch,
+    DecodeGroup,
+    DenseKV,
+    QuantizedKV,
+    RaggedKV,
+    ShapeError,
+    check_tail,
+)
+from kvkeep_kernels.quantize import unpacked
+
+_CODE_ROWS = 2048
+"""Quantised rows that are floats at a time: a block of K, or of V, stays in a core's cache."""
 
 
 class Attended(NamedTuple):
@@ -29,13 +43,14 @@ class Attended(NamedTuple):
 
 
 def ragged_decode(
-    q: Tensor, context: RaggedKV, tails: Sequence[DenseKV], *, scale: float
+    q: Tensor, context: ContextRows, tails: Sequence[DenseKV], *, scale: float
 ) -> Tensor:
     """Attend one new token of every member over the shared context and its own tail.
 
-    Shapes: q [members, num_q_heads, head_dim]; context as ``RaggedKV``; tails[i].k
+    Shapes: q [members, num_q_heads, head_dim]; context as its type says; tails[i].k
         [num_kv_heads, tail_tokens_i, head_dim], each with the new token's own row last.
-    Dtypes: q, k, v alike (bf16 | fp16 | fp32); sums in fp32. Returns q's shape and dtype.
+    Dtypes: q, tails and ``context.dtype`` alike (bf16 | fp16 | fp32); sums in fp32. Returns q's
+        shape and dtype.
     Modifies: nothing. The context's rows are read once for all members.
     Raises: ShapeError, naming the tensor, its shape and the expected one.
     """
@@ -57,16 +72,13 @@ def ragged_decode_batch(q: Tensor, batch: DecodeBatch, *, scale: float) -> Tenso
     if num_sequences != batch.num_sequences:
         raise ShapeError("q sequences", num_sequences, f"{batch.num_sequences}, one per tail")
     if uses_triton(q.device):
-        from kvkeep_kernels._triton import decode, work_list
-
-        tables = work_list.tabulate(batch, num_q_heads // context.num_kv_heads)
-        return decode.launch(q, tables, scale=scale)
+        return _launch_decode(q, batch, scale)
     sizes = [len(group.tails) for group in batch.groups]
     pieces = zip(torch.split(q, sizes), batch.groups, strict=True)
     return torch.cat([_decode_group(rows, group, scale) for rows, group in pieces])
 
 
-def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
+def ragged_prefill(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> Tensor:
     """Attend a question's new tokens: the whole context is visible, the tail causally.
 
     Shapes: q [num_q_heads, tokens, head_dim]; tail.k [num_kv_heads, tail_tokens, head_dim]
@@ -75,7 +87,7 @@ def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float)
     """
     num_q_heads, tokens, head_dim = q.shape
     _check_queries(q, num_q_heads, context)
-    context.check_tail(tail)
+    check_tail(context, tail)
     if tail.tokens < tokens:
         raise ShapeError("tail tokens", tail.tokens, f"at least the {tokens} new tokens")
     if uses_triton(q.device):
@@ -115,11 +127,34 @@ def _check_heads(num_q_heads: int, head_dim: int, num_kv_heads: int, kv_head_dim
         )
 
 
-def _check_queries(q: Tensor, num_q_heads: int, context: RaggedKV) -> None:
+def _check_queries(q: Tensor, num_q_heads: int, context: ContextRows) -> None:
     _check_heads(num_q_heads, q.shape[2], context.num_kv_heads, context.head_dim)
     # A kernel reads by address: whatever else it were handed, it would take for these.
-    if (q.dtype, q.device) != (context.k.dtype, context.k.device):
-        raise ShapeError("q", (q.dtype, q.device), (context.k.dtype, context.k.device))
+    if (q.dtype, q.device) != (context.dtype, context.k.device):
+        raise ShapeError("q", (q.dtype, q.device), (context.dtype, context.k.device))
+
+
+def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float) -> Tensor:
+    """The GPU path: one launch for every form that contexts of the batch are in."""
+    from kvkeep_kernels._triton import decode, work_list
+
+    group_size = q.shape[1] // batch.groups[0].context.num_kv_heads
+    forms: dict[int, list[int]] = {}
+    for index, group in enumerate(batch.groups):
+        context = group.context
+        bits = context.bits if isinstance(context, QuantizedKV) else 0
+        forms.setdefault(bits, []).append(index)
+    if len(forms) == 1:
+        return decode.launch(q, work_list.tabulate(batch, group_size), scale=scale)
+    pieces = list(torch.split(q, [len(group.tails) for group in batch.groups]))
+    for members in forms.values():
+        alike = DecodeBatch(tuple(batch.groups[index] for index in members))
+        rows = torch.cat([pieces[index] for index in members])
+        out = decode.launch(rows, work_list.tabulate(alike, group_size), scale=scale)
+        sizes = [len(batch.groups[index].tails) for index in members]
+        for index, piece in zip(members, torch.split(out, sizes), strict=True):
+            pieces[index] = piece
+    return torch.cat(pieces)
 
 
 def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
@@ -142,7 +177,7 @@ def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     return torch.stack([part.reshape(num_q_heads, head_dim) for part in parts])
 
 
-def _context_part(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:
+def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attended:
     """Attend [heads, rows, d] query rows to each head's own run; empty heads get lse = -inf."""
     heads, rows, _ = by_head.shape
     out = torch.zeros_like(by_head)
@@ -151,9 +186,34 @@ def _context_part(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:
     for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length:
             run = slice(start, start + length)
-            part = _flash(by_head[head, None], context.k[None, run], context.v[None, run], scale)
+            if isinstance(context, RaggedKV):
+                k, v = context.k[None, run], context.v[None, run]
+                part = _flash(by_head[head, None], k, v, scale)
+            else:
+                part = _over_codes(by_head[head, None].float(), context, run, scale)
             out[head], lse[head] = part.out[0], part.lse[0]
+    if isinstance(context, QuantizedKV) and context.k_mean is not None:
+        # The same for every row of a head: no weight changes among them, but that of the part.
+        lse += scale * torch.einsum("hrd,hd->hr", by_head.float(), context.k_mean.float())
     return Attended(out, lse)
+
+
+def _over_codes(q: Tensor, context: QuantizedKV, run: slice, scale: float) -> Attended:
+    """Attend [1, rows, d] fp32 to one head's run, but for its channel means; fp32."""
+    q_sum = q.sum(dim=-1, keepdim=True)
+    parts = []
+    for first in range(run.start, run.stop, _CODE_ROWS):
+        block = slice(first, min(first + _CODE_ROWS, run.stop))
+        k_codes = unpacked(context.k[block], context.bits).float()
+        logits = torch.matmul(q, k_codes.T).mul_(context.k_scale[block].float())
+        logits = logits.add_(q_sum * context.k_zero[block].float()).mul_(scale)
+        lse = torch.logsumexp(logits, dim=-1)
+        weights = logits.sub_(lse[..., None]).exp_()
+        zeros = torch.matmul(weights, context.v_zero[block].float())
+        v_codes = unpacked(context.v[block], context.bits).float()
+        out = torch.matmul(weights.mul_(context.v_scale[block].float()), v_codes)
+        parts.append(Attended(out.add_(zeros[..., None]), lse))
+    return _merge(parts)
 
 
 def _causal_parts(q: Tensor, tail: DenseKV, scale: float) -> list[Attended]:

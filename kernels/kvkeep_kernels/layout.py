@@ -2,12 +2,14 @@
 
     KernelError
     ├── ShapeError          a tensor's shape, dtype or device does not fit the others
+    ├── OutOfRange          a value that the scales of a quantised row cannot hold
     └── KernelUnavailable   the kernels asked for cannot run on this device
 
 Invariants are checked once, when a value is made; the functions that take it trust it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +29,14 @@ class ShapeError(KernelError):
         self.name = name
         self.found = found
         self.expected = expected
+
+
+class OutOfRange(KernelError):
+    """A row to be quantised holds NaN, or a value beyond float16, which its scales are kept in."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name}: every value must be finite and within float16's range")
+        self.name = name
 
 
 class KernelUnavailable(KernelError):
@@ -58,13 +68,12 @@ class RaggedKV:
             raise ShapeError("context.v", tuple(self.v.shape), tuple(self.k.shape))
         if self.k.dtype not in SUPPORTED_DTYPES or self.v.dtype != self.k.dtype:
             raise ShapeError("context.k dtype", self.k.dtype, SUPPORTED_DTYPES)
-        if self.start.ndim != 1 or self.start.shape != self.length.shape:
-            raise ShapeError("context.length", tuple(self.length.shape), tuple(self.start.shape))
-        if self.start.dtype != torch.int32 or self.length.dtype != torch.int32:
-            raise ShapeError("context.start dtype", self.start.dtype, torch.int32)
-        end = (self.start.long() + self.length.long()).max().item()
-        if self.start.min().item() < 0 or self.length.min().item() < 0 or end > len(self.k):
-            raise ShapeError("context.start + context.length", end, f"within {len(self.k)} rows")
+        _check_runs(self.start, self.length, len(self.k))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its queries and tails are in."""
+        return self.k.dtype
 
     @property
     def num_kv_heads(self) -> int:
@@ -86,21 +95,90 @@ class RaggedKV:
         start, length = int(self.start[head]), int(self.length[head])
         return self.k[start : start + length], self.v[start : start + length]
 
-    def check_tail(self, tail: "DenseKV") -> None:
-        """Raise ShapeError unless a tail's heads, width, dtype and device are this context's."""
-        expected = (self.num_kv_heads, self.head_dim, self.k.dtype, self.k.device)
-        found = (tail.k.shape[0], tail.k.shape[2], tail.k.dtype, tail.k.device)
-        if found != expected:
-            raise ShapeError("tail", found, expected)
-
     def truncated(self, length: Tensor) -> "RaggedKV":
         """The same buffers with a shorter run per head: how a lower ratio is served.
 
         Shapes: length [num_kv_heads] int32, each at most the present one.
         """
-        if bool((length > self.length).any()):
-            raise ShapeError("length", length.tolist(), f"at most {self.length.tolist()}")
-        return RaggedKV(self.k, self.v, self.start, length)
+        _check_shorter(length, self.length)
+        return replace(self, length=length)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedKV:
+    """As ``RaggedKV``, with 8 or 4 bits a number: ``zero + scale * code``, by row.
+
+    Shapes: k, v uint8 [rows, head_dim * bits / 8], contiguous; k_scale, k_zero, v_scale, v_zero
+    [rows] float16; start, length as there. With 4 bits, byte j of a row holds channel 2 j in
+    its low half and channel 2 j + 1 in its high half, and k_mean [num_kv_heads, head_dim]
+    float16 is to be added to every row of K; with 8 there is none.
+    ``dtype`` is what its queries and tails are in: the dtype that was quantised.
+    """
+
+    bits: Literal[4, 8]
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    k_zero: Tensor
+    v_scale: Tensor
+    v_zero: Tensor
+    k_mean: Tensor | None
+    start: Tensor
+    length: Tensor
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.k.ndim != 2:
+            raise ShapeError("context.k", tuple(self.k.shape), "[rows, packed width]")
+        rows, width = self.k.shape
+        for name in ("k", "v"):
+            part: Tensor = getattr(self, name)
+            if part.dtype != torch.uint8 or part.shape != (rows, width) or not part.is_contiguous():
+                expected = f"contiguous uint8 {(rows, width)}"
+                raise ShapeError(f"context.{name}", (part.dtype, tuple(part.shape)), expected)
+        for name in ("k_scale", "k_zero", "v_scale", "v_zero"):
+            _check_half(f"context.{name}", getattr(self, name), (rows,))
+        if (self.k_mean is None) != (self.bits == 8):
+            found = f"{'none' if self.k_mean is None else 'one'} with {self.bits}"
+            raise ShapeError("context.k_mean", found, "one with 4 bits, none with 8")
+        if self.k_mean is not None:
+            _check_half("context.k_mean", self.k_mean, (self.num_kv_heads, self.head_dim))
+        if self.dtype not in SUPPORTED_DTYPES:
+            raise ShapeError("context.dtype", self.dtype, SUPPORTED_DTYPES)
+        _check_runs(self.start, self.length, rows)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads that own a run."""
+        return len(self.start)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a row."""
+        return self.k.shape[1] * 8 // self.bits
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of K and V held with their scales, whatever ``length`` says."""
+        scales = (self.k_scale, self.k_zero, self.v_scale, self.v_zero)
+        return self.k.nbytes + self.v.nbytes + sum(part.nbytes for part in scales)
+
+    def truncated(self, length: Tensor) -> "QuantizedKV":
+        """As ``RaggedKV.truncated``."""
+        _check_shorter(length, self.length)
+        return replace(self, length=length)
+
+
+ContextRows = RaggedKV | QuantizedKV
+"""The compressed KV of one layer, in either form."""
+
+
+def check_tail(context: ContextRows, tail: "DenseKV") -> None:
+    """Raise ShapeError unless a tail's heads, width, dtype and device are its context's."""
+    expected = (context.num_kv_heads, context.head_dim, context.dtype, context.k.device)
+    found = (tail.k.shape[0], tail.k.shape[2], tail.k.dtype, tail.k.device)
+    if found != expected:
+        raise ShapeError("tail", found, expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +211,7 @@ class DecodeGroup:
     token's own last.
     """
 
-    context: RaggedKV
+    context: ContextRows
     tails: tuple[DenseKV, ...]
 
     def __post_init__(self) -> None:
@@ -141,7 +219,7 @@ class DecodeGroup:
         if not tokens or min(tokens) < 1:
             raise ShapeError("tails", tokens, "one or more tails of 1 or more rows")
         for tail in self.tails:
-            self.context.check_tail(tail)
+            check_tail(self.context, tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +230,7 @@ class DecodeBatch:
 
     def __post_init__(self) -> None:
         contexts = [group.context for group in self.groups]
-        kinds = {
-            (rows.num_kv_heads, rows.head_dim, rows.k.dtype, rows.k.device) for rows in contexts
-        }
+        kinds = {(rows.num_kv_heads, rows.head_dim, rows.dtype, rows.k.device) for rows in contexts}
         if len(kinds) != 1:
             raise ShapeError("groups", kinds, "one or more, alike in heads, width, dtype, device")
 
@@ -162,3 +238,23 @@ class DecodeBatch:
     def num_sequences(self) -> int:
         """Tails of all groups."""
         return sum(len(group.tails) for group in self.groups)
+
+
+def _check_runs(start: Tensor, length: Tensor, rows: int) -> None:
+    if start.ndim != 1 or start.shape != length.shape:
+        raise ShapeError("context.length", tuple(length.shape), tuple(start.shape))
+    if start.dtype != torch.int32 or length.dtype != torch.int32:
+        raise ShapeError("context.start dtype", start.dtype, torch.int32)
+    end = (start.long() + length.long()).max().item()
+    if start.min().item() < 0 or length.min().item() < 0 or end > rows:
+        raise ShapeError("context.start + context.length", end, f"within {rows} rows")
+
+
+def _check_shorter(length: Tensor, present: Tensor) -> None:
+    if bool((length > present).any()):
+        raise ShapeError("length", length.tolist(), f"at most {present.tolist()}")
+
+
+def _check_half(name: str, part: Tensor, shape: tuple[int, ...]) -> None:
+    if part.dtype != torch.float16 or part.shape != shape or not part.is_contiguous():
+        raise ShapeError(name, (part.dtype, tuple(part.shape)), f"contiguous float16 {shape}")

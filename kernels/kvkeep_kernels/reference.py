@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DenseKV, QuantizedKV
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
@@ -22,8 +22,23 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     return weights @ v.float()
 
 
+def head_rows(context: ContextRows, head: int) -> tuple[Tensor, Tensor]:
+    """K and V of one head as fp32 numbers, each [length, head_dim]."""
+    first = int(context.start[head])
+    run = slice(first, first + int(context.length[head]))
+    k, v = context.k[run].float(), context.v[run].float()
+    if isinstance(context, QuantizedKV):
+        if context.bits == 4:
+            k, v = (torch.stack([x % 16, x // 16], dim=-1).flatten(1) for x in (k, v))
+        k = k * context.k_scale[run, None].float() + context.k_zero[run, None].float()
+        v = v * context.v_scale[run, None].float() + context.v_zero[run, None].float()
+        if context.k_mean is not None:
+            k = k + context.k_mean[head].float()
+    return k, v
+
+
 def ragged_decode(
-    q: Tensor, context: RaggedKV, tails: Sequence[DenseKV], *, scale: float
+    q: Tensor, context: ContextRows, tails: Sequence[DenseKV], *, scale: float
 ) -> Tensor:
     """Oracle of ``attention.ragged_decode``; same shapes, returns fp32."""
     out = torch.empty_like(q, dtype=torch.float32)
@@ -31,13 +46,16 @@ def ragged_decode(
     for member, tail in enumerate(tails):
         for q_head in range(q.shape[1]):
             head = q_head // group_size
-            k, v = context.head_rows(head)
-            keys, values = torch.cat([k, tail.k[head]]), torch.cat([v, tail.v[head]])
+            k, v = head_rows(context, head)
+            keys, values = (
+                torch.cat([k, tail.k[head].float()]),
+                torch.cat([v, tail.v[head].float()]),
+            )
             out[member, q_head] = attend_rows(q[member, q_head], keys, values, scale=scale)
     return out
 
 
-def ragged_prefill(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
+def ragged_prefill(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> Tensor:
     """Oracle of ``attention.ragged_prefill``; same shapes, returns fp32."""
     num_tokens = q.shape[1]
     hidden = tail.tokens - num_tokens

@@ -6,18 +6,28 @@ A probe takes milliseconds once its kernels are compiled.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvkeep_kernels import reference
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, KernelError, RaggedKV
+from kvkeep_kernels.layout import (
+    ContextRows,
+    DecodeBatch,
+    DecodeGroup,
+    DenseKV,
+    KernelError,
+    RaggedKV,
+)
+from kvkeep_kernels.quantize import quantize_kv
 
 TOLERANCE = 2e-2
 """The largest error allowed on outputs of about 1: bf16 has 3 digits, a wrong kernel none."""
 
 _HEADS, _GROUP_SIZE, _HEAD_DIM = 3, 2, 64
 _SCALE = 0.125
+_BITS: tuple[Literal[4, 8], ...] = (8, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +58,12 @@ def run_probes(device: torch.device) -> tuple[ProbeFailure, ...]:
     return tuple(failures)
 
 
-def _probe_decode(device: torch.device) -> None:
+def _probe_decode(device: torch.device, bits: Literal[0, 4, 8] = 0) -> None:
     from kvkeep_kernels._triton import decode, work_list
 
     values = _Values(device)
     groups = tuple(
-        DecodeGroup(values.context(lengths), tuple(values.tail(tokens) for tokens in tails))
+        DecodeGroup(values.context(lengths, bits), tuple(values.tail(tokens) for tokens in tails))
         for lengths, tails in (((0, 1, 150), (1, 70, 2)), ((33, 0, 5), (3,)))
     )
     batch = DecodeBatch(groups)
@@ -67,14 +77,20 @@ def _probe_decode(device: torch.device) -> None:
         _compare(out[rows], expected)
 
 
-def _probe_prefill(device: torch.device) -> None:
+def _probe_prefill(device: torch.device, bits: Literal[0, 4, 8] = 0) -> None:
     from kvkeep_kernels._triton import prefill
 
     values = _Values(device)
-    context, tail = values.context((0, 1, 150)), values.tail(12)
+    context, tail = values.context((0, 1, 150), bits), values.tail(12)
     q = values.normal(_HEADS * _GROUP_SIZE, 5, _HEAD_DIM)
     out = prefill.launch(q, context, tail, scale=_SCALE)
     _compare(out, reference.ragged_prefill(q, context, tail, scale=_SCALE))
+
+
+def _probe_quantised(device: torch.device) -> None:
+    for bits in _BITS:
+        _probe_decode(device, bits)
+        _probe_prefill(device, bits)
 
 
 def _probe_scoring(device: torch.device) -> None:
@@ -111,6 +127,7 @@ def _probe_gather(device: torch.device) -> None:
 PROBES: dict[str, Callable[[torch.device], None]] = {
     "ragged_decode": _probe_decode,
     "ragged_prefill": _probe_prefill,
+    "quantized_rows": _probe_quantised,
     "column_reduce": _probe_scoring,
     "compact": _probe_gather,
 }
@@ -129,11 +146,15 @@ class _Values:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
-    def context(self, lengths: tuple[int, ...]) -> RaggedKV:
+    def context(self, lengths: tuple[int, ...], bits: Literal[0, 4, 8] = 0) -> ContextRows:
         length = torch.tensor(lengths, dtype=torch.int32)
         start = (torch.cumsum(length, 0) - length).to(torch.int32)
         k, v = self.normal(2, sum(lengths), _HEAD_DIM)
-        return RaggedKV(k, v, start.to(self._device), length.to(self._device))
+        rows = RaggedKV(k, v, start.to(self._device), length.to(self._device))
+        if not bits:
+            return rows
+        means = self.normal(len(lengths), _HEAD_DIM).half() if bits == 4 else None
+        return quantize_kv(rows, bits, means)
 
     def tail(self, tokens: int) -> DenseKV:
         k, v = self.normal(2, _HEADS, tokens, _HEAD_DIM)

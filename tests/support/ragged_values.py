@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DenseKV, RaggedKV
+from kvkeep_kernels.quantize import quantize_kv
 
 
 def ragged(
@@ -15,6 +16,14 @@ def ragged(
     start = (torch.cumsum(length, 0) - length).to(torch.int32)
     k, v = torch.randn(2, sum(lengths), head_dim, dtype=dtype)
     return RaggedKV(k, v, start, length)
+
+
+def quantized(rows: RaggedKV, bits: int) -> ContextRows:
+    """The rows in ``bits`` a number, or as they are with 0; the channel means are random."""
+    if bits == 0:
+        return rows
+    means = torch.randn(rows.num_kv_heads, rows.head_dim).half() if bits == 4 else None
+    return quantize_kv(rows, bits, means)
 
 
 def dense(heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> DenseKV:

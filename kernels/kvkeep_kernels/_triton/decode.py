@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep_kernels._triton.codes import fold_codes, mean_logits
 from kvkeep_kernels._triton.processors import addressable
 from kvkeep_kernels._triton.softmax import LOG2_E, fold_run, tile_shape
 from kvkeep_kernels._triton.work_list import (
     RUN_COLUMNS,
+    SCALE_COLUMNS,
     SEQUENCE_COLUMNS,
     TILE_COLUMNS,
     DecodeTables,
@@ -40,7 +42,7 @@ def launch(q: Tensor, tables: DecodeTables, *, scale: float) -> Tensor:
     """
     q = addressable(q.contiguous())
     num_sequences, num_q_heads, head_dim = q.shape
-    shape = tile_shape(head_dim, q.dtype)
+    shape = tile_shape(head_dim, q.dtype, tables.bits)
     sizes = {
         "HEADS": tables.num_kv_heads,
         "GROUP": num_q_heads // tables.num_kv_heads,
@@ -56,9 +58,11 @@ def launch(q: Tensor, tables: DecodeTables, *, scale: float) -> Tensor:
         part_mass = torch.empty_like(part_peak)
         out = torch.empty_like(q)
         attend_items[(work.num_slots,)](
-            *(q, work.runs, work.items, part_out, part_peak, part_mass),
-            *(work.num_slots, scale * LOG2_E),
+            *(q, tables.tiles, tables.scales, work.runs, work.items),
+            *(part_out, part_peak, part_mass),
+            *(len(tables.tiles), work.num_slots, scale * LOG2_E),
             **sizes,
+            BITS=tables.bits,
             BLOCK_N=shape.block_n,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
@@ -72,14 +76,17 @@ def launch(q: Tensor, tables: DecodeTables, *, scale: float) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_tiles", "num_slots"])
 def attend_items(
     q,
+    tiles,
+    scales,
     runs,
     items,
     part_out,
     part_peak,
     part_mass,
+    num_tiles,
     num_slots,
     scale_log2,
     HEADS: tl.constexpr,
@@ -88,10 +95,12 @@ def attend_items(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """One program attends all query rows of one item to its keys, and stores their state.
 
-    Shapes: q [num_sequences, HEADS * GROUP, HEAD_DIM]; part_out [num_slots, BLOCK_M, HEAD_DIM],
+    Shapes: q [num_sequences, HEADS * GROUP, HEAD_DIM]; tiles, scales as in ``DecodeTables``, read
+    with 4 or 8 BITS only; part_out [num_slots, BLOCK_M, HEAD_DIM],
     part_peak, part_mass [num_slots, BLOCK_M] fp32, written for items with work, valid rows only.
     """
     item = tl.program_id(0).to(tl.int64)
@@ -101,12 +110,6 @@ def attend_items(
     run = tl.load(items + item)
     first_row = tl.load(items + num_slots + item).to(tl.int64)
     entry = runs + run * RUN_COLUMNS
-    # The host hands in aligned rows only (``addressable``).
-    unit: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth
-    k_stride = tl.multiple_of(tl.load(entry + 2), unit)
-    v_stride = tl.multiple_of(tl.load(entry + 3), unit)
-    k = tl.multiple_of(tl.load(entry).to(q.dtype), 16) + first_row * k_stride
-    v = tl.multiple_of(tl.load(entry + 1).to(q.dtype), 16) + first_row * v_stride
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_D)
     is_row = row < tl.load(entry + 5) * GROUP
@@ -117,6 +120,35 @@ def attend_items(
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    # Not "and": this decides what is compiled, and the next what is run.
+    if BITS != 0:  # noqa: SIM102
+        if run < num_tiles * HEADS:
+            peak, mass, acc = _fold_quantized(
+                q_rows,
+                peak,
+                mass,
+                acc,
+                tiles,
+                scales,
+                entry,
+                run,
+                first_row,
+                rows,
+                scale_log2,
+                HEADS=HEADS,
+                BITS=BITS,
+                HEAD_DIM=HEAD_DIM,
+                BLOCK_D=BLOCK_D,
+                BLOCK_N=BLOCK_N,
+            )
+            # Nothing is left of this item; what follows is for tails.
+            rows = 0
+    # The host hands in aligned rows only (``addressable``).
+    unit: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth
+    k_stride = tl.multiple_of(tl.load(entry + 2), unit)
+    v_stride = tl.multiple_of(tl.load(entry + 3), unit)
+    k = tl.multiple_of(tl.load(entry).to(q.dtype), 16) + first_row * k_stride
+    v = tl.multiple_of(tl.load(entry + 1).to(q.dtype), 16) + first_row * v_stride
     peak, mass, acc = fold_run(
         q_rows,
         peak,
@@ -138,6 +170,58 @@ def attend_items(
     tl.store(part_peak + target, peak, mask=is_row)
     tl.store(part_mass + target, mass, mask=is_row)
     tl.store(part_out + target[:, None] * HEAD_DIM + column[None, :], acc, mask=is_kept)
+
+
+@triton.jit
+def _fold_quantized(
+    q_rows,
+    peak,
+    mass,
+    acc,
+    tiles,
+    scales,
+    entry,
+    run,
+    first_row,
+    rows,
+    scale_log2,
+    HEADS: tl.constexpr,
+    BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = run // HEADS
+    head = run % HEADS
+    starts = tl.load(tiles + tile * TILE_COLUMNS + 4).to(tl.pointer_type(tl.int32))
+    at = tl.load(starts + head) + first_row
+    width: tl.constexpr = HEAD_DIM * BITS // 8
+    unit: tl.constexpr = 16 if width % 16 == 0 else 1
+    codes = tl.pointer_type(tl.uint8)
+    half = tl.pointer_type(tl.float16)
+    halves = scales + tile * SCALE_COLUMNS
+    peak, mass, acc = fold_codes(
+        q_rows,
+        peak,
+        mass,
+        acc,
+        tl.multiple_of(tl.load(entry).to(codes), unit) + first_row * width,
+        tl.multiple_of(tl.load(entry + 1).to(codes), unit) + first_row * width,
+        tl.load(halves).to(half) + at,
+        tl.load(halves + 1).to(half) + at,
+        tl.load(halves + 2).to(half) + at,
+        tl.load(halves + 3).to(half) + at,
+        rows,
+        scale_log2,
+        BITS=BITS,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_D=BLOCK_D,
+        BLOCK_N=BLOCK_N,
+    )
+    if BITS == 4:
+        k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
+        peak += mean_logits(q_rows, k_mean, scale_log2, HEAD_DIM, BLOCK_D)
+    return peak, mass, acc
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

@@ -15,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvkeep_kernels._triton.codes import fold_codes, mean_logits
 from kvkeep_kernels._triton.processors import addressable, processor_count
 from kvkeep_kernels._triton.softmax import LOG2_E, fold_run, tile_shape
-from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DenseKV, QuantizedKV
 
 PROGRAMS_PER_PROCESSOR = 2
 MERGED_ROWS = 16
 """Query rows that one merging program covers."""
 
 
-def launch(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tensor:
+def launch(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> Tensor:
     """Attend new tokens of one sequence.
 
     Shapes: q [num_q_heads, tokens, head_dim]; tail.k [num_kv_heads, tail_tokens, head_dim], the
@@ -35,7 +36,8 @@ def launch(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tens
     k, v, own_k, own_v = map(addressable, (context.k, context.v, tail.k, tail.v))
     num_q_heads, tokens, head_dim = q.shape
     heads, rows = context.num_kv_heads, num_q_heads * tokens
-    shape = tile_shape(head_dim, q.dtype)
+    bits = context.bits if isinstance(context, QuantizedKV) else 0
+    shape = tile_shape(head_dim, q.dtype, bits)
     group = num_q_heads // heads
     block_m = min(shape.block_m_max, max(16, triton.next_power_of_2(tokens * group)))
     tiles = triton.cdiv(tokens * group, block_m)
@@ -50,7 +52,8 @@ def launch(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tens
         part_mass = torch.empty_like(part_peak)
         out = torch.empty_like(q)
         attend_shares[(tiles, heads, shares)](
-            *(q, k, v, context.start.contiguous(), context.length.contiguous(), own_k, own_v),
+            *(q, k, v, context.start.contiguous(), context.length.contiguous()),
+            *(*_halves(context), own_k, own_v),
             *(part_out, part_peak, part_mass, tokens, tail.tokens, scale * LOG2_E),
             *(k.stride(0), v.stride(0), own_k.stride(0), own_v.stride(0)),
             *(own_k.stride(1), own_v.stride(1)),
@@ -58,6 +61,7 @@ def launch(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tens
             GROUP=group,
             BLOCK_M=block_m,
             BLOCK_N=shape.block_n,
+            BITS=bits,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
@@ -69,6 +73,14 @@ def launch(q: Tensor, context: RaggedKV, tail: DenseKV, *, scale: float) -> Tens
     return out
 
 
+def _halves(context: ContextRows) -> tuple[Tensor | None, ...]:
+    """The float16 arguments of a quantised context, in their order."""
+    if isinstance(context, QuantizedKV):
+        rows = context
+        return (rows.k_scale, rows.k_zero, rows.v_scale, rows.v_zero, rows.k_mean)
+    return (None,) * 5
+
+
 @triton.jit(do_not_specialize=["tokens", "tail_tokens"])
 def attend_shares(
     q,
@@ -76,6 +88,11 @@ def attend_shares(
     context_v,
     start,
     length,
+    k_scale,
+    k_zero,
+    v_scale,
+    v_zero,
+    k_mean,
     tail_k,
     tail_v,
     part_out,
@@ -95,12 +112,15 @@ def attend_shares(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """One program attends a tile of one head's query rows to one share of its context.
 
     Shapes: q [heads * GROUP, tokens, HEAD_DIM]; start, length [heads]; part_out [shares,
     heads * GROUP * tokens, HEAD_DIM], part_peak, part_mass [shares, heads * GROUP * tokens] fp32.
-    The last share includes the tail. Strides are in elements.
+    The last share includes the tail. Strides are in elements. With 4 or 8 BITS the context is
+    quantised: its rows are packed bytes, with the float16 of each row beside them, and with 4 a
+    k_mean [heads, HEAD_DIM].
     """
     head, share = tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(2)
@@ -119,23 +139,47 @@ def attend_shares(
     rows = tl.load(length + head).to(tl.int64)
     first = rows * share // shares
     at = tl.load(start + head) + first
-    peak, mass, acc = fold_run(
-        q_rows,
-        peak,
-        mass,
-        acc,
-        context_k + at * k_stride,
-        context_v + at * v_stride,
-        k_stride,
-        v_stride,
-        (rows * (share + 1) // shares - first).to(tl.int32),
-        seen,
-        scale_log2,
-        IS_CAUSAL=False,
-        HEAD_DIM=HEAD_DIM,
-        BLOCK_D=BLOCK_D,
-        BLOCK_N=BLOCK_N,
-    )
+    share_rows = (rows * (share + 1) // shares - first).to(tl.int32)
+    if BITS == 0:
+        peak, mass, acc = fold_run(
+            q_rows,
+            peak,
+            mass,
+            acc,
+            context_k + at * k_stride,
+            context_v + at * v_stride,
+            k_stride,
+            v_stride,
+            share_rows,
+            seen,
+            scale_log2,
+            IS_CAUSAL=False,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_D=BLOCK_D,
+            BLOCK_N=BLOCK_N,
+        )
+    else:
+        peak, mass, acc = fold_codes(
+            q_rows,
+            peak,
+            mass,
+            acc,
+            context_k + at * k_stride,
+            context_v + at * v_stride,
+            k_scale + at,
+            k_zero + at,
+            v_scale + at,
+            v_zero + at,
+            share_rows,
+            scale_log2,
+            BITS=BITS,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_D=BLOCK_D,
+            BLOCK_N=BLOCK_N,
+        )
+        if BITS == 4:
+            own_mean = k_mean + head * HEAD_DIM
+            peak += mean_logits(q_rows, own_mean, scale_log2, HEAD_DIM, BLOCK_D)
     if share == shares - 1:
         last_token = tl.minimum(((tl.program_id(0) + 1) * BLOCK_M - 1) // GROUP, tokens - 1)
         own_head = head.to(tl.int64)

@@ -28,14 +28,19 @@ class TileShape(NamedTuple):
     num_stages: int
 
 
-def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
+def tile_shape(head_dim: int, dtype: torch.dtype, bits: int = 0) -> TileShape:
     """The shipped configuration; none of them spills on any target that is compiled for.
+
+    ``bits``: of a number in a quantised context, else 0.
 
     A step of 16-bit keys and values is 16 KiB and three are on their way at a time: two such
     programs keep a processor's share of an H200's memory busy (4.3 TB/s times 1 us over 132 is
     33 KiB), within the 99 KiB a program may have on the smallest GPUs. fp32 is for exactness,
-    without matrix units, and is kept small enough for the registers.
+    without matrix units, and is kept small enough for the registers. So are codes, which pass
+    through them twice on their way to the matrix units.
     """
+    if bits:
+        return _code_tile_shape(head_dim, dtype)
     if dtype == torch.float32:
         if head_dim > 128:
             return TileShape(16, 16, 4, 1)
@@ -44,6 +49,13 @@ def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
     # A width that is no power of two costs masks, which sm_80 has registers for at one step less.
     num_stages = 4 if block_d == head_dim else 3
     return TileShape(64, 4096 // block_d, 8 if head_dim > 128 else 4, num_stages)
+
+
+def _code_tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
+    if dtype == torch.float32:
+        # Wider than 128 it spills, in 4 bits; no model that is served has such heads.
+        return TileShape(16, 16, 8, 1)
+    return TileShape(32, 16, 8 if head_dim > 128 else 4, 3)
 
 
 @triton.jit

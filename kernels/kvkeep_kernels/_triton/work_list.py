@@ -20,17 +20,19 @@ from torch import Tensor
 
 from kvkeep_kernels._triton.processors import addressable, processor_count
 from kvkeep_kernels._triton.softmax import tile_shape
-from kvkeep_kernels.layout import DecodeBatch
+from kvkeep_kernels.layout import ContextRows, DecodeBatch, QuantizedKV
 
 ITEMS_PER_PROCESSOR = 2
 
 # Columns of the int64 tables. tiles: k, v (addresses), k and v row stride (elements), start,
 # length (addresses), first sequence, members. sequences: k, v (addresses), k and v head stride,
 # k and v token stride, tail tokens, tile. runs: k, v (addresses of row 0), k and v row stride,
-# first sequence, members.
+# first sequence, members. scales, of quantised tiles: k scale, k zero, v scale, v zero, k mean
+# (addresses of row 0; 0 for no mean); the row strides of such tiles are in bytes.
 TILE_COLUMNS = tl.constexpr(8)
 SEQUENCE_COLUMNS = tl.constexpr(8)
 RUN_COLUMNS = tl.constexpr(6)
+SCALE_COLUMNS = tl.constexpr(5)
 _TAIL_TOKENS_COLUMN = 6
 
 
@@ -38,12 +40,15 @@ _TAIL_TOKENS_COLUMN = 6
 class DecodeTables:
     """Where a batch's rows are, as its kernels read it.
 
-    Shapes: tiles [num_tiles, 8], sequences [num_sequences, 8] int64, on the batch's device.
-    ``held`` keeps alive what the addresses point at.
+    Shapes: tiles [num_tiles, 8], sequences [num_sequences, 8], scales [num_tiles, 5], or no rows
+    of these without quantised contexts: int64, on the batch's device. ``bits`` of a number in the
+    contexts, 0 where those are not quantised. ``held`` keeps alive what the addresses point at.
     """
 
     tiles: Tensor
     sequences: Tensor
+    scales: Tensor
+    bits: int
     num_kv_heads: int
     block_m: int
     held: tuple[Tensor, ...]
@@ -67,24 +72,29 @@ class WorkList:
 def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
     """Write a batch's addresses and sizes into tables on its device.
 
+    Contexts are all quantised to the same bits, or none is.
     Modifies: nothing. One copy to the device, which the host does not wait for.
     """
     first = batch.groups[0].context
-    shape = tile_shape(first.head_dim, first.k.dtype)
+    bits = first.bits if isinstance(first, QuantizedKV) else 0
+    shape = tile_shape(first.head_dim, first.dtype, bits)
     members_max = max(1, shape.block_m_max // group_size)
     tiles: list[int] = []
     sequences: list[int] = []
+    scales: list[int] = []
     held: list[Tensor] = []
     largest = num_tiles = num_sequences = 0
     for group in batch.groups:
         context = group.context
         k, v = addressable(context.k), addressable(context.v)
         start, length = context.start.contiguous(), context.length.contiguous()
-        held += [k, v, start, length]
+        halves = _halves(context)
+        held += [k, v, start, length, *(half for half in halves if half is not None)]
         for cut in range(0, len(group.tails), members_max):
             tails = group.tails[cut : cut + members_max]
             tiles += [k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)]
             tiles += [start.data_ptr(), length.data_ptr(), num_sequences, len(tails)]
+            scales += [0 if half is None else half.data_ptr() for half in halves]
             for tail in tails:
                 own_k, own_v = addressable(tail.k), addressable(tail.v)
                 held += [own_k, own_v]
@@ -93,16 +103,27 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
             num_sequences += len(tails)
             num_tiles += 1
             largest = max(largest, len(tails))
-    table = torch.tensor(tiles + sequences, dtype=torch.int64)
+    table = torch.tensor(tiles + sequences + scales, dtype=torch.int64)
     if first.k.is_cuda:
         table = table.pin_memory().to(first.k.device, non_blocking=True)
+    of_tiles, of_sequences, of_scales = table.split([len(tiles), len(sequences), len(scales)])
     return DecodeTables(
-        table[: len(tiles)].view(num_tiles, TILE_COLUMNS.value),
-        table[len(tiles) :].view(num_sequences, SEQUENCE_COLUMNS.value),
+        of_tiles.view(num_tiles, TILE_COLUMNS.value),
+        of_sequences.view(num_sequences, SEQUENCE_COLUMNS.value),
+        of_scales.view(-1, SCALE_COLUMNS.value),
+        bits,
         first.num_kv_heads,
         max(16, triton.next_power_of_2(largest * group_size)),
         tuple(held),
     )
+
+
+def _halves(context: ContextRows) -> tuple[Tensor | None, ...]:
+    """The float16 parts of a quantised context, in the order of their columns."""
+    if isinstance(context, QuantizedKV):
+        rows = context
+        return (rows.k_scale, rows.k_zero, rows.v_scale, rows.v_zero, rows.k_mean)
+    return ()
 
 
 def plan(tables: DecodeTables, element_bytes: int, block_n: int) -> WorkList:
@@ -120,7 +141,8 @@ def plan(tables: DecodeTables, element_bytes: int, block_n: int) -> WorkList:
         *(tables.tiles, tables.sequences, work.runs, work.indptr, work.items),
         *(num_tiles, num_runs, num_slots),
         HEADS=heads,
-        ELEMENT_BYTES=element_bytes,
+        CONTEXT_BYTES=1 if tables.bits else element_bytes,
+        TAIL_BYTES=element_bytes,
         BLOCK_N=block_n,
         RUNS=triton.next_power_of_2(num_runs),
         SLOTS=triton.next_power_of_2(num_slots),
@@ -139,7 +161,8 @@ def plan_items(
     num_runs,
     num_slots,
     HEADS: tl.constexpr,
-    ELEMENT_BYTES: tl.constexpr,
+    CONTEXT_BYTES: tl.constexpr,
+    TAIL_BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     RUNS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -179,12 +202,19 @@ def plan_items(
         tl.store(indptr + num_runs, end.to(tl.int32))
         is_idle = (slot >= end) & (slot < num_slots)
         tl.store(items + 2 * num_slots + slot, 0, mask=is_idle)
-    _describe_run(tiles, sequences, runs, run, num_tiles, HEADS, ELEMENT_BYTES)
+    _describe_run(tiles, sequences, runs, run, num_tiles, HEADS, CONTEXT_BYTES, TAIL_BYTES)
 
 
 @triton.jit
 def _describe_run(
-    tiles, sequences, runs, run, num_tiles, HEADS: tl.constexpr, ELEMENT_BYTES: tl.constexpr
+    tiles,
+    sequences,
+    runs,
+    run,
+    num_tiles,
+    HEADS: tl.constexpr,
+    CONTEXT_BYTES: tl.constexpr,
+    TAIL_BYTES: tl.constexpr,
 ):
     owner = run // HEADS
     head = run % HEADS
@@ -193,16 +223,16 @@ def _describe_run(
         tile = tiles + owner * TILE_COLUMNS
         k_stride, v_stride = tl.load(tile + 2), tl.load(tile + 3)
         start = tl.load(tl.load(tile + 4).to(tl.pointer_type(tl.int32)) + head).to(tl.int64)
-        tl.store(target, tl.load(tile) + start * k_stride * ELEMENT_BYTES)
-        tl.store(target + 1, tl.load(tile + 1) + start * v_stride * ELEMENT_BYTES)
+        tl.store(target, tl.load(tile) + start * k_stride * CONTEXT_BYTES)
+        tl.store(target + 1, tl.load(tile + 1) + start * v_stride * CONTEXT_BYTES)
         tl.store(target + 2, k_stride)
         tl.store(target + 3, v_stride)
         tl.store(target + 4, tl.load(tile + 6))
         tl.store(target + 5, tl.load(tile + 7))
     else:
         sequence = sequences + (owner - num_tiles) * SEQUENCE_COLUMNS
-        tl.store(target, tl.load(sequence) + head * tl.load(sequence + 2) * ELEMENT_BYTES)
-        tl.store(target + 1, tl.load(sequence + 1) + head * tl.load(sequence + 3) * ELEMENT_BYTES)
+        tl.store(target, tl.load(sequence) + head * tl.load(sequence + 2) * TAIL_BYTES)
+        tl.store(target + 1, tl.load(sequence + 1) + head * tl.load(sequence + 3) * TAIL_BYTES)
         tl.store(target + 2, tl.load(sequence + 4))
         tl.store(target + 3, tl.load(sequence + 5))
         tl.store(target + 4, owner - num_tiles)

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep_kernels import reference
-from kvkeep_kernels._triton import decode, softmax, work_list
+from kvkeep_kernels._triton import codes, decode, softmax, work_list
 from kvkeep_kernels.attention import ragged_decode, ragged_decode_batch
 from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV
 
-from ...support.ragged_values import dense, ragged
+from ...support.ragged_values import dense, quantized, ragged
 from ...support.triton_interpreter import bf16_products, mutated, poisoned_memory
 
 __all__ = ["bf16_products"]
@@ -25,11 +25,12 @@ def batch_of(
     groups: Sequence[tuple[Sequence[int], Sequence[int]]],
     head_dim: int,
     dtype: torch.dtype = torch.float32,
+    bits: Sequence[int] = (0,),
 ) -> DecodeBatch:
-    """One group for each (lengths of its heads, tokens of its tails)."""
+    """One group for each (lengths of its heads, tokens of its tails), in turn of these bits."""
     made = []
     for seed, (lengths, tails) in enumerate(groups):
-        context = ragged(lengths, head_dim, seed, dtype)
+        context = quantized(ragged(lengths, head_dim, seed, dtype), bits[seed % len(bits)])
         own = tuple(dense(len(lengths), tokens, head_dim, dtype) for tokens in tails)
         made.append(DecodeGroup(context, own))
     return DecodeBatch(tuple(made))
@@ -38,7 +39,7 @@ def batch_of(
 def queries(batch: DecodeBatch, group_size: int) -> torch.Tensor:
     context = batch.groups[0].context
     heads = context.num_kv_heads * group_size
-    return torch.randn(batch.num_sequences, heads, context.head_dim, dtype=context.k.dtype)
+    return torch.randn(batch.num_sequences, heads, context.head_dim, dtype=context.dtype)
 
 
 def oracle(q: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
@@ -64,10 +65,11 @@ def batches(draw: st.DrawFn) -> DecodeBatch:
     lengths = st.lists(st.sampled_from([0, 1, 2, 7, 33, 130]), min_size=heads, max_size=heads)
     tails = st.lists(st.sampled_from([1, 2, 5, 65]), min_size=1, max_size=3)
     groups = draw(st.lists(st.tuples(lengths, tails), min_size=1, max_size=2))
-    return batch_of(groups, draw(st.sampled_from([64, 96])))
+    bits = draw(st.sampled_from([(0,), (0,), (8,), (4,), (4, 0), (8, 4)]))
+    return batch_of(groups, draw(st.sampled_from([64, 96])), bits=bits)
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(batch=batches(), group_size=st.integers(1, 8))
 def test_a_batch_over_several_contexts_equals_the_oracle(
     batch: DecodeBatch, group_size: int
@@ -75,9 +77,25 @@ def test_a_batch_over_several_contexts_equals_the_oracle(
     check(batch, group_size)
 
 
+@pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_wide_heads_equal_the_oracle(head_dim: int) -> None:
-    check(batch_of([((0, 33), (1, 2))], head_dim), group_size=2)
+def test_wide_heads_equal_the_oracle(head_dim: int, bits: int) -> None:
+    check(batch_of([((0, 33), (1, 2))], head_dim, bits=(bits,)), group_size=2)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("groups", "group_size"),
+    [
+        pytest.param([((0, 0), (1,))], 1, id="empty-context"),
+        pytest.param([((31, 32, 900), (31, 33))], 3, id="block±1-and-skew"),
+        pytest.param([((40,), (1,) * 9)], 4, id="members-of-two-tiles"),
+    ],
+)
+def test_an_edge_of_a_quantised_context_equals_the_oracle(
+    groups: list[tuple[Sequence[int], Sequence[int]]], group_size: int, bits: int
+) -> None:
+    check(batch_of(groups, 64, bits=(bits,)), group_size)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +114,9 @@ def test_an_edge_equals_the_oracle(
     check(batch_of(groups, 64), group_size)
 
 
-def test_fp16_equals_the_oracle_to_its_digits() -> None:
-    batch = batch_of([((70, 5), (1, 3))], 64, torch.float16)
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_fp16_equals_the_oracle_to_its_digits(bits: int) -> None:
+    batch = batch_of([((70, 5), (1, 3))], 64, torch.float16, (bits,))
     q = queries(batch, 2)
     out = ragged_decode_batch(q, batch, scale=SCALE)
     torch.testing.assert_close(out.float(), oracle(q, batch), rtol=5e-3, atol=2e-3)
@@ -210,6 +229,33 @@ MUTANTS = {
     "start-ignored": (work_list, "+ start * k_stride", "+ 0 * start * k_stride"),
     "members-confused": (work_list, "tl.load(tile + 6))", "tl.load(tile + 6) * 0)"),
 }
+
+
+QUANTISED_MUTANTS = {
+    "nibbles-swapped": (codes, "(packed & 0xF, packed >> 4)", "(packed >> 4, packed & 0xF)"),
+    "k-scale-dropped": (codes, "products * scales[None, :]", "products"),
+    "k-zero-dropped": (codes, " + q_sum[:, None] * zeros[None, :]", ""),
+    "v-scale-dropped": (codes, "codes * scales[:, None]", "codes"),
+    "v-zero-dropped": (codes, " + zeros[:, None]).to", ").to"),
+    "rows-behind-seen": (codes, "tl.where(is_row[None, :]", "tl.where(row[None, :] >= 0"),
+    "mean-dropped": (decode, "peak += mean_logits", "peak += 0 * mean_logits"),
+    "mean-of-another-head": (decode, "half) + head * HEAD_DIM", "half)"),
+    "scales-of-row-0": (decode, "tl.load(starts + head) + first_row", "first_row"),
+    "scales-of-another-tile": (decode, "scales + tile * SCALE", "scales + 0 * SCALE"),
+}
+
+
+@pytest.mark.parametrize("mutant", QUANTISED_MUTANTS)
+def test_a_mutated_kernel_of_quantised_contexts_is_caught(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, found, planted = QUANTISED_MUTANTS[mutant]
+    broken = mutated(module, found, planted, tmp_path)
+    for name in ("fold_codes",) if module is codes else ("attend_items",):
+        monkeypatch.setattr(decode, name, getattr(broken, name))
+    batch = batch_of([((5, 100), (3,)), ((4, 7), (2,))], 64, bits=(4,))
+    with pytest.raises(AssertionError):
+        check(batch, group_size=2)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -13,7 +13,7 @@ from kvkeep_kernels._triton import prefill, softmax
 from kvkeep_kernels.attention import ragged_prefill
 from kvkeep_kernels.layout import DenseKV, RaggedKV
 
-from ...support.ragged_values import dense, ragged
+from ...support.ragged_values import dense, quantized, ragged
 from ...support.triton_interpreter import bf16_products, mutated, poisoned_memory
 
 __all__ = ["bf16_products"]
@@ -22,9 +22,15 @@ SCALE = 0.3
 
 
 def check(
-    lengths: Sequence[int], *, tokens: int, earlier: int, group_size: int, head_dim: int
+    lengths: Sequence[int],
+    *,
+    tokens: int,
+    earlier: int,
+    group_size: int,
+    head_dim: int,
+    bits: int = 0,
 ) -> None:
-    context = ragged(lengths, head_dim, seed=1)
+    context = quantized(ragged(lengths, head_dim, seed=1), bits)
     tail = dense(len(lengths), earlier + tokens, head_dim)
     q = torch.randn(len(lengths) * group_size, tokens, head_dim)
     with poisoned_memory():
@@ -33,18 +39,26 @@ def check(
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=10)
+@settings(max_examples=14)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 7, 33, 130]), min_size=1, max_size=3),
     tokens=st.integers(1, 9),
     earlier=st.sampled_from([0, 1, 5, 40]),
     group_size=st.integers(1, 8),
     head_dim=st.sampled_from([64, 96]),
+    bits=st.sampled_from([0, 8, 4]),
 )
 def test_a_question_equals_the_oracle(
-    lengths: list[int], tokens: int, earlier: int, group_size: int, head_dim: int
+    lengths: list[int], tokens: int, earlier: int, group_size: int, head_dim: int, bits: int
 ) -> None:
-    check(lengths, tokens=tokens, earlier=earlier, group_size=group_size, head_dim=head_dim)
+    check(
+        lengths,
+        tokens=tokens,
+        earlier=earlier,
+        group_size=group_size,
+        head_dim=head_dim,
+        bits=bits,
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,6 +71,11 @@ def test_a_question_equals_the_oracle(
 )
 def test_an_edge_equals_the_oracle(lengths: Sequence[int], tokens: int, earlier: int) -> None:
     check(lengths, tokens=tokens, earlier=earlier, group_size=3, head_dim=64)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_shares_of_a_quantised_head_equal_the_oracle(bits: int) -> None:
+    check((33, 900, 0), tokens=33, earlier=7, group_size=3, head_dim=64, bits=bits)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -138,6 +157,23 @@ MUTANTS = {
     "merge-unweighted": (prefill, "outs * weight[:, None]", "outs"),
     "start-ignored": (prefill, "at = tl.load(start + head) + first", "at = first"),
 }
+
+
+QUANTISED_MUTANTS = {
+    "mean-dropped": ("peak += mean_logits", "peak += 0 * mean_logits"),
+    "mean-of-another-head": ("k_mean + head * HEAD_DIM", "k_mean"),
+    "scales-of-row-0": ("k_scale + at,", "k_scale,"),
+}
+
+
+@pytest.mark.parametrize("mutant", QUANTISED_MUTANTS)
+def test_a_mutated_kernel_of_quantised_contexts_is_caught(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = mutated(prefill, *QUANTISED_MUTANTS[mutant], tmp_path)
+    monkeypatch.setattr(prefill, "attend_shares", broken.attend_shares)
+    with pytest.raises(AssertionError):
+        check((20, 90), tokens=4, earlier=2, group_size=2, head_dim=64, bits=4)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -34,36 +34,43 @@ def sizes(head_dim: int, block_m: int) -> dict[str, object]:
     return {"HEADS": 8, "GROUP": 4, **tile}
 
 
-# A tile that is full, and one of the fewest rows; fp32 where it is nearest to spilling.
+# A tile that is full, and one of the fewest rows; fp32 where it is nearest to spilling; contexts
+# of 4 bits everywhere, as they take more registers than those of 8.
 CONFIGURATIONS = [
-    *((target, torch.bfloat16, width, None) for target in TARGETS for width in (64, 128, 256)),
-    *((target, torch.bfloat16, 128, 16) for target in TARGETS),
-    ("sm_80", torch.bfloat16, 96, None),
+    *((target, torch.bfloat16, width, None, 0) for target in TARGETS for width in (64, 128, 256)),
+    *((target, torch.bfloat16, 128, 16, 0) for target in TARGETS),
+    ("sm_80", torch.bfloat16, 96, None, 0),
     *(
-        (target, torch.float32, width, None)
+        (target, torch.float32, width, None, 0)
         for target in ("sm_80", "sm_90")
         for width in (128, 256)
     ),
+    *((target, torch.bfloat16, 128, None, 4) for target in TARGETS),
+    *((target, torch.bfloat16, 64, None, 4) for target in ("sm_80", "gfx942")),
+    *(("sm_80", torch.bfloat16, width, None, 4) for width in (96, 256)),
+    *((target, torch.bfloat16, 128, None, 8) for target in ("sm_90", "gfx942")),
+    ("sm_80", torch.float32, 128, None, 4),
 ]
 
 
-@pytest.mark.parametrize(("target", "dtype", "head_dim", "rows"), CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(("target", "dtype", "head_dim", "rows", "bits"), CONFIGURATIONS, ids=str)
 def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
-    target: str, dtype: torch.dtype, head_dim: int, rows: int | None
+    target: str, dtype: torch.dtype, head_dim: int, rows: int | None, bits: int
 ) -> None:
-    shape = tile_shape(head_dim, dtype)
+    shape = tile_shape(head_dim, dtype, bits)
     code = compile_for(
         target,
         decode.attend_items,
         {
             "q": f"*{DTYPE_NAMES[dtype]}",
-            "runs": "*i64",
+            **dict.fromkeys(("tiles", "scales", "runs"), "*i64"),
             "items": "*i32",
             **PARTS,
+            "num_tiles": "i32",
             "num_slots": "i32",
             "scale_log2": "fp32",
         },
-        {**sizes(head_dim, rows or shape.block_m_max), "BLOCK_N": shape.block_n},
+        {**sizes(head_dim, rows or shape.block_m_max), "BLOCK_N": shape.block_n, "BITS": bits},
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
@@ -83,7 +90,14 @@ def test_planning_and_merging_compile_without_spills(target: str) -> None:
         target,
         work_list.plan_items,
         {**tables, "runs": "*i64", "indptr": "*i32", "items": "*i32", **numbers},
-        {"HEADS": 8, "ELEMENT_BYTES": 2, "BLOCK_N": 64, "RUNS": 256, "SLOTS": 512},
+        {
+            "HEADS": 8,
+            "CONTEXT_BYTES": 1,
+            "TAIL_BYTES": 2,
+            "BLOCK_N": 64,
+            "RUNS": 256,
+            "SLOTS": 512,
+        },
     )
     merge = compile_for(
         target,

@@ -29,24 +29,30 @@ def test_the_interpreted_kernels_equal_the_oracle() -> None:
     run_interpreted(Path(__file__).with_name("interpreted_prefill.py"))
 
 
+HALVES = ("k_scale", "k_zero", "v_scale", "v_zero", "k_mean")
 CONFIGURATIONS = [
-    *((target, torch.bfloat16, width) for target in TARGETS for width in (128, 256)),
-    ("sm_80", torch.bfloat16, 96),
-    *((target, torch.float32, width) for target in ("sm_80", "sm_90") for width in (64, 256)),
+    *((target, torch.bfloat16, width, 0) for target in TARGETS for width in (128, 256)),
+    ("sm_80", torch.bfloat16, 96, 0),
+    *((target, torch.float32, width, 0) for target in ("sm_80", "sm_90") for width in (64, 256)),
+    *((target, torch.bfloat16, 128, 4) for target in TARGETS),
+    ("sm_80", torch.float32, 128, 4),
+    ("gfx942", torch.bfloat16, 64, 8),
 ]
 
 
-@pytest.mark.parametrize(("target", "dtype", "head_dim"), CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(("target", "dtype", "head_dim", "bits"), CONFIGURATIONS, ids=str)
 def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
-    target: str, dtype: torch.dtype, head_dim: int
+    target: str, dtype: torch.dtype, head_dim: int, bits: int
 ) -> None:
-    shape = tile_shape(head_dim, dtype)
+    shape = tile_shape(head_dim, dtype, bits)
     pointer = f"*{DTYPE_NAMES[dtype]}"
     code = compile_for(
         target,
         prefill.attend_shares,
         {
-            **dict.fromkeys(("q", "context_k", "context_v", "tail_k", "tail_v"), pointer),
+            **dict.fromkeys(("q", "tail_k", "tail_v"), pointer),
+            **dict.fromkeys(("context_k", "context_v"), "*u8" if bits else pointer),
+            **dict.fromkeys(HALVES[: {0: 0, 8: 4, 4: 5}[bits]], "*fp16"),
             "start": "*i32",
             "length": "*i32",
             **PARTS,
@@ -56,6 +62,8 @@ def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
             **dict.fromkeys(STRIDES, "i32"),
         },
         {
+            **dict.fromkeys(HALVES[{0: 0, 8: 4, 4: 5}[bits] :]),
+            "BITS": bits,
             "GROUP": 4,
             "HEAD_DIM": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),

@@ -1,0 +1,84 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, check-untyped-defs=False
+# Kernel arguments are traced values, typed by Triton at each launch.
+"""One tile of query rows over one run of quantised rows: ``softmax.fold_run`` for codes.
+
+Codes of 8 and 4 bits are exact in every float type, so keys are multiplied as codes, and scale
+and zero meet the fp32 product. Values become numbers first: their scales would have to meet the
+weights, which fp16 has not the range for.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fold_codes(
+    q_rows,
+    peak,
+    mass,
+    acc,
+    k,
+    v,
+    k_scale,
+    k_zero,
+    v_scale,
+    v_zero,
+    rows,
+    scale_log2,
+    BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Fold rows 0 to ``rows`` into the state of every row of the tile, but for channel means.
+
+    Shapes: q_rows, acc [BLOCK_M, BLOCK_D]; peak, mass [BLOCK_M]; k, v point at row 0 of packed
+    rows, the others at the float16 of row 0.
+    """
+    q_sum = tl.sum(q_rows.to(tl.float32), axis=1)
+    for first in range(0, rows, BLOCK_N):
+        row = first + tl.arange(0, BLOCK_N)
+        is_row = row < rows
+        keys = _codes(k, row, is_row, BITS, HEAD_DIM, BLOCK_D).to(q_rows.dtype)
+        scales = tl.load(k_scale + row, mask=is_row, other=0.0).to(tl.float32)
+        zeros = tl.load(k_zero + row, mask=is_row, other=0.0).to(tl.float32)
+        # Not TF32 for fp32 inputs: three decimal digits are no fp32 result.
+        products = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
+        logits = (products * scales[None, :] + q_sum[:, None] * zeros[None, :]) * scale_log2
+        logits = tl.where(is_row[None, :], logits, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        codes = _codes(v, row, is_row, BITS, HEAD_DIM, BLOCK_D)
+        scales = tl.load(v_scale + row, mask=is_row, other=0.0).to(tl.float32)
+        zeros = tl.load(v_zero + row, mask=is_row, other=0.0).to(tl.float32)
+        values = (codes * scales[:, None] + zeros[:, None]).to(q_rows.dtype)
+        mass = mass * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        peak = new_peak
+    return peak, mass, acc
+
+
+@triton.jit
+def mean_logits(q_rows, k_mean, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What a head's channel means [HEAD_DIM] add to every logit of a query row: [BLOCK_M]."""
+    column = tl.arange(0, BLOCK_D)
+    mean = tl.load(k_mean + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+    return tl.sum(q_rows.to(tl.float32) * mean[None, :], axis=1) * scale_log2
+
+
+@triton.jit
+def _codes(rows, row, is_row, BITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Codes of packed rows as fp32 [BLOCK_N, BLOCK_D]; columns from HEAD_DIM on are 0."""
+    width: tl.constexpr = HEAD_DIM * BITS // 8
+    byte = tl.arange(0, BLOCK_D * BITS // 8)
+    packed = tl.load(
+        rows + row.to(tl.int64)[:, None] * width + byte[None, :],
+        mask=is_row[:, None] & (byte < width)[None, :],
+        other=0,
+    )
+    if BITS == 4:
+        packed = tl.interleave(packed & 0xF, packed >> 4)
+    return packed.to(tl.float32)

@@ -1,0 +1,109 @@
+"""Rows of 8 or 4 bits a number: one scale and one zero per row and head, for K and for V.
+
+A number is ``zero + scale * code``. Zero is rounded down to float16 and scale up, before the
+codes are chosen, so that they reach every number of the row, to half a scale.
+
+Keys have channels that are large in every row, which leave 4 bits nothing for the others:
+each head's channel means are subtracted first. A query's product with them is one number for
+all rows of a head, which attention adds to that part's log-sum-exp.
+
+Source: per-token asymmetric quantisation as in KIVI; key centring as in SmoothAttention and KVzip.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep_kernels.layout import OutOfRange, QuantizedKV, RaggedKV, ShapeError
+
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+_SMALLEST_SCALE = 2.0**-24
+
+
+def channel_mean(k: Tensor) -> Tensor:
+    """Mean of every head's channels over its rows, as ``quantize_kv`` takes it.
+
+    Shapes: k [num_kv_heads, rows, head_dim], rows >= 1. Returns [num_kv_heads, head_dim] float16.
+    Raises: OutOfRange, when a mean is not finite in float16.
+    """
+    mean = k.mean(dim=1, dtype=torch.float32)
+    _check_range("k_mean", mean)
+    return mean.to(torch.float16)
+
+
+def quantize_kv(rows: RaggedKV, bits: Literal[4, 8], k_mean: Tensor | None = None) -> QuantizedKV:
+    """Quantise one layer: ``head_dim * bits / 8 + 4`` bytes for a row of K, and for one of V.
+
+    Shapes: rows as ``compact`` returns them, head after head without a gap; k_mean
+        [num_kv_heads, head_dim] float16, with 4 bits and only then.
+    Modifies: nothing; the new buffers alias nothing but k_mean, start and length.
+    The host waits for ``length`` and for the check of ranges.
+    Raises: ShapeError, also for an odd head_dim in 4 bits; OutOfRange.
+    """
+    if bits == 4 and rows.head_dim % 2:
+        raise ShapeError("head_dim", rows.head_dim, "an even number for 4 bits")
+    if int(rows.length.sum()) != len(rows.k):
+        raise ShapeError("length", rows.length.tolist(), f"adding to all {len(rows.k)} rows")
+    k = rows.k.float()
+    if k_mean is not None:
+        k = k - torch.repeat_interleave(k_mean.float(), rows.length, dim=0)
+    keys = _quantize("k", k, bits)
+    values = _quantize("v", rows.v.float(), bits)
+    return QuantizedKV(
+        bits=bits,
+        k=keys.codes,
+        v=values.codes,
+        k_scale=keys.scale,
+        k_zero=keys.zero,
+        v_scale=values.scale,
+        v_zero=values.zero,
+        k_mean=k_mean,
+        start=rows.start,
+        length=rows.length,
+        dtype=rows.dtype,
+    )
+
+
+def unpacked(codes: Tensor, bits: Literal[4, 8]) -> Tensor:
+    """One code a byte again: uint8 [rows, head_dim], each below 2 ** bits."""
+    if bits == 8:
+        return codes
+    # Both halves of a byte at once: they become the two bytes of a little-endian word.
+    words = codes.to(torch.int16)
+    return (words.bitwise_left_shift(4).bitwise_or_(words)).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+class _QuantizedRows(NamedTuple):
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def _quantize(name: str, rows: Tensor, bits: Literal[4, 8]) -> _QuantizedRows:
+    """Quantise [rows, head_dim] fp32."""
+    _check_range(name, rows)
+    levels = 2**bits - 1
+    lowest, highest = torch.aminmax(rows, dim=1)
+    zero = _rounded_down(lowest)
+    # Never zero, so that whoever divides by it, or looks for lost rows, has no special case.
+    scale = (highest - zero.float()).div_(levels).clamp_(min=_SMALLEST_SCALE)
+    scale16 = -_rounded_down(-scale)
+    codes = (rows - zero.float()[:, None]).div_(scale16.float()[:, None]).round_()
+    codes = codes.clamp_(0, levels).to(torch.uint8)
+    if bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return _QuantizedRows(codes, scale16, zero)
+
+
+def _rounded_down(values: Tensor) -> Tensor:
+    """The nearest float16 that is not above; values fp32 within its range."""
+    nearest = values.to(torch.float16)
+    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
+    return torch.where(nearest.float() > values, below, nearest)
+
+
+def _check_range(name: str, rows: Tensor) -> None:
+    # Not "any beyond", which a NaN would pass.
+    if not bool((rows.abs() <= _FLOAT16_MAX).all()):
+        raise OutOfRange(name)
