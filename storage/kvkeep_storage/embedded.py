@@ -4,7 +4,7 @@
     DIR/objects/               the object store
     DIR/valkey/valkey.sock     where Valkey answers
     DIR/valkey/alive           locked by Valkey itself for as long as it runs
-    DIR/valkey/appendonlydir/  Valkey's data, written before every reply, fsynced every second
+    DIR/valkey/appendonlydir/  Valkey's data, fsynced every second
     DIR/valkey/valkey.log
 
 When this process is killed, Valkey lives on, and the next start adopts it; when Valkey is killed,
@@ -13,9 +13,11 @@ locked file when it is started, so the lock ends with that process and not befor
 server is never started over the data of one that lives but does not answer. The directory must be
 on a local file system, where locks work.
 
-No kill of any process loses an acknowledged record. A power loss may take the last second of
-them; a reindex finds those contexts again in the objects. (To fsync before every reply would
-make Valkey exit on a full disk; as it is, it refuses writes until there is space.)
+No kill of this process loses an acknowledged record. A power loss may take the last two seconds of
+them, and so may a kill of Valkey itself while the disk is slow: as long as one fsync takes, Valkey
+answers before it has written. A reindex finds those contexts again in the objects. (To fsync
+before every reply would make Valkey exit on a full disk; as it is, it refuses writes until there
+is space.)
 """
 
 import fcntl

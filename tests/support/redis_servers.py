@@ -45,12 +45,12 @@ class ValkeyProcess:
         return self
 
     def kill(self) -> None:
-        """SIGKILL: nothing it holds in memory alone survives."""
-        process = self._process
-        assert process is not None, "it does not run"
-        process.kill()
-        process.wait()
-        self._process = None
+        """SIGKILL, once everything it has acknowledged is written.
+
+        While a sync of its file takes long, it acknowledges what it has not written yet.
+        """
+        until(lambda: self.call("INFO")["aof_buffer_length"] == 0, "it has written everything")
+        self._end()
 
     def pause(self) -> None:
         """Let it take connections and say nothing."""
@@ -73,7 +73,14 @@ class ValkeyProcess:
     def close(self) -> None:
         """End it, whatever state it is in."""
         if self._process is not None:
-            self.kill()
+            self._end()
+
+    def _end(self) -> None:
+        process = self._process
+        assert process is not None, "it does not run"
+        process.kill()
+        process.wait()
+        self._process = None
 
     def _spawn(self, *arguments: str) -> None:
         assert self._process is None, "it runs already"

@@ -17,9 +17,12 @@ pytestmark = pytest.mark.anyio
 
 
 async def pid_of(metadata: Metadata) -> int:
-    infos = await metadata.link.infos()
-    assert infos is not None
-    return int(infos[0]["process_id"])
+    """The process, once everything it has acknowledged is written to its file."""
+    while True:
+        infos = await metadata.link.infos()
+        assert infos is not None
+        if infos[0]["aof_buffer_length"] == "0":
+            return int(infos[0]["process_id"])
 
 
 async def pid_once_it_answers(metadata: Metadata) -> int:

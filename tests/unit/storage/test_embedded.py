@@ -40,6 +40,13 @@ def pid_of(url: str) -> int:
         return int(client.info("server")["process_id"])
 
 
+def until_written(url: str) -> None:
+    """While a sync of its file takes long, it acknowledges what it has not written yet."""
+    with Redis.from_url(url) as client:
+        while client.info("persistence")["aof_buffer_length"]:
+            pass
+
+
 def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -104,6 +111,7 @@ def test_records_survive_the_death_of_the_server_itself(store: EmbeddedStore) ->
     store.start()
     with Redis.from_url(store.redis_url) as client:
         client.set("acknowledged", "yes")
+    until_written(store.redis_url)
     pid = pid_of(store.redis_url)
     os.kill(pid, signal.SIGKILL)
     store.stop()
@@ -262,6 +270,7 @@ def test_a_killed_server_is_started_again_with_every_record(
     assert not store.revive()
     with Redis.from_url(store.redis_url) as client:
         client.set("written", "before the end")
+    until_written(store.redis_url)
     first = pid_of(store.redis_url)
     os.kill(first, signal.SIGKILL)
     # Its threads may outlive it for a moment, and hold what they hold.
