@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows
+from kvkeep_storage.artifact import (
+    CacheDtype,
+    CacheRows,
+    Int32Array,
+    LayerRows,
+    Quantization,
+)
 from kvkeep_storage.manifest import Manifest
 
 
@@ -24,6 +30,7 @@ class ArrivingRows:
     counts: Int32Array
     protected: Int32Array
     layers: tuple[LayerRows, ...]
+    quantization: Quantization
 
     def whole(self) -> CacheRows:
         """The same buffers as rows, once all of them are verified. Raises: Invalid."""
@@ -35,6 +42,7 @@ class ArrivingRows:
             self.counts,
             self.protected,
             self.layers,
+            self.quantization,
         )
 
 

@@ -5,7 +5,8 @@ the protected rows come first, in position order, then all others by falling imp
 *band* is what one stored ratio adds to every run, so a lower ratio is a prefix of every run.
 A *slab* is one band on disk: one valid safetensors file, written by the library.
 
-bf16 has no numpy type, so rows travel as raw bytes (uint8) and are never converted.
+bf16 has no numpy type, so rows travel as raw bytes (uint8) and are never converted. Those of a
+quantised cache are codes of 8 or 4 bits, with scales beside them.
 """
 
 from dataclasses import dataclass
@@ -18,10 +19,46 @@ from numpy.typing import NDArray
 from kvkeep_storage.errors import Invalid
 
 CacheDtype = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
 RowBytes: TypeAlias = NDArray[np.uint8]
 Int32Array: TypeAlias = NDArray[np.int32]
+Float16Array: TypeAlias = NDArray[np.float16]
 
 ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODE_BITS: dict[str, int] = {"int8": 8, "int4": 4}
+SCALE_NAMES = ("k_scale", "k_zero", "v_scale", "v_zero")
+
+
+def row_bytes(dtype: CacheDtype, quantization: Quantization, head_dim: int) -> int:
+    """Size of one row's K, and of its V, without their scales.
+
+    Raises: Invalid for an odd width in 4 bits.
+    """
+    if quantization == "none":
+        return head_dim * ITEM_BYTES[dtype]
+    if head_dim * CODE_BITS[quantization] % 8:
+        raise Invalid("head_dim", f"must be even for {quantization}, not {head_dim}")
+    return head_dim * CODE_BITS[quantization] // 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerScales:
+    """What makes numbers of one layer's codes; the kernels say how.
+
+    Shapes: k_scale, k_zero, v_scale, v_zero float16 [rows]; k_mean float16 [heads, head_dim],
+    with int4 only, and the same for every band.
+    """
+
+    k_scale: Float16Array
+    k_zero: Float16Array
+    v_scale: Float16Array
+    v_zero: Float16Array
+    k_mean: Float16Array | None
+
+    @property
+    def of_rows(self) -> tuple[Float16Array, Float16Array, Float16Array, Float16Array]:
+        """Those with one number a row, in the order of a slab."""
+        return self.k_scale, self.k_zero, self.v_scale, self.v_zero
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,12 +66,19 @@ class LayerRows:
     """One layer's rows, head-major.
 
     Shapes: k, v uint8 [rows, row_bytes], C-contiguous; position int32 [rows], the original
-    token position of each row.
+    token position of each row. ``scales`` with quantised rows only.
     """
 
     k: RowBytes
     v: RowBytes
     position: Int32Array
+    scales: LayerScales | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, with their scales."""
+        scales = self.scales.of_rows if self.scales else ()
+        return self.k.nbytes + self.v.nbytes + sum(part.nbytes for part in scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +87,8 @@ class CacheRows:
 
     Shapes: counts int32 [bands, layers, heads], the rows each band adds to each head; band 0
     includes the protected rows; protected int32 [layers, heads]. ``ratios`` ascends and names
-    the kept fraction that bands 0..i give together.
+    the kept fraction that bands 0..i give together. ``dtype`` is the model's, which quantised
+    rows were in before.
     Raises: Invalid when any shape, dtype, count or position disagrees.
     """
 
@@ -54,6 +99,7 @@ class CacheRows:
     counts: Int32Array
     protected: Int32Array
     layers: tuple[LayerRows, ...]
+    quantization: Quantization = "none"
 
     def __post_init__(self) -> None:
         """Check everything once; nothing later looks again."""
@@ -69,13 +115,13 @@ class CacheRows:
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row's K, and of its V."""
-        return self.head_dim * ITEM_BYTES[self.dtype]
+        """Size of one row's K, and of its V, without their scales."""
+        return row_bytes(self.dtype, self.quantization, self.head_dim)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of K, V and positions in memory."""
-        return sum(x.k.nbytes + x.v.nbytes + x.position.nbytes for x in self.layers)
+        """Bytes of K, V, scales and positions in memory."""
+        return sum(x.kv_bytes + x.position.nbytes for x in self.layers)
 
     def length(self, layer: int) -> Int32Array:
         """Rows of each head of a layer: int32 [heads]."""
@@ -96,6 +142,8 @@ def check_ratios(ratios: tuple[float, ...]) -> None:
 def _check_counts(rows: CacheRows) -> None:
     if rows.dtype not in ITEM_BYTES:
         raise Invalid("dtype", f"must be one of {', '.join(ITEM_BYTES)}, not {rows.dtype!r}")
+    if rows.quantization not in ("none", *CODE_BITS):
+        raise Invalid("quantization", f"{rows.quantization!r} is not known")
     if rows.num_kv_heads < 1 or rows.head_dim < 1 or not rows.layers:
         raise Invalid("num_kv_heads, head_dim and layers", "at least one of each")
     shape = (len(rows.ratios), len(rows.layers), rows.num_kv_heads)
@@ -126,7 +174,28 @@ def _check_layer(rows: CacheRows, index: int, layer: LayerRows) -> None:
         )
     if (position < 0).any():
         raise Invalid(f"layers.{index:03d}.position", "never negative")
+    _check_scales(rows, index, layer, count)
 
 
-def _described(array: NDArray[np.uint8] | Int32Array) -> str:
+def _check_scales(rows: CacheRows, index: int, layer: LayerRows, count: int) -> None:
+    scales = layer.scales
+    if (scales is None) != (rows.quantization == "none"):
+        raise Invalid(f"layers.{index:03d}", "scales belong to quantised rows, and only to them")
+    if scales is None:
+        return
+    for name, part in zip(SCALE_NAMES, scales.of_rows, strict=True):
+        _check_half(f"layers.{index:03d}.{name}", part, (count,))
+    if (scales.k_mean is None) != (rows.quantization != "int4"):
+        raise Invalid(f"layers.{index:03d}.k_mean", "belongs to int4 rows, and only to them")
+    if scales.k_mean is not None:
+        shape = (rows.num_kv_heads, rows.head_dim)
+        _check_half(f"layers.{index:03d}.k_mean", scales.k_mean, shape)
+
+
+def _check_half(name: str, part: Float16Array, shape: tuple[int, ...]) -> None:
+    if part.dtype != np.float16 or part.shape != shape or not part.flags.c_contiguous:
+        raise Invalid(name, f"contiguous float16 {shape} expected, not {_described(part)}")
+
+
+def _described(array: RowBytes | Int32Array | Float16Array) -> str:
     return f"{array.dtype} {array.shape}"

@@ -43,6 +43,8 @@ class DocumentBody(BaseModel):
     policy: str
     ratio: Annotated[float, Field(gt=0, le=1)]
     scoring: str
+    # Documents of before there was a choice do not name it.
+    quantization: str = "none"
 
 
 class _MirrorBody(BaseModel):

@@ -1,25 +1,33 @@
 """One layer of one slab as it lies in memory: head by head, each in its own run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep_storage.artifact import Int32Array, LayerRows
+from kvkeep_storage.artifact import (
+    Float16Array,
+    Int32Array,
+    LayerRows,
+    LayerScales,
+    Quantization,
+    RowBytes,
+)
 from kvkeep_storage.errors import Corrupt
 from kvkeep_storage.slab import HeadSegment, digest_of, head_segments
 
 # Each tensor begins where a vector instruction likes it.
 _ALIGNMENT = 64
+_HALF_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPart:
     """Where the bytes of one layer of one slab belong.
 
-    ``tensors`` are the places of count, position, k and v, in this order, each a list of
+    ``tensors`` are the places of a layer's tensors, in the order of a slab, each a list of
     writable views of bytes that together hold the tensor. Count has a buffer of its own:
     int32 [heads].
     """
@@ -41,25 +49,42 @@ class LayerPart:
             raise Corrupt(f"layer {self.layer}", "its counts differ from the manifest's")
 
 
-def empty_layers(counts: Int32Array, row_bytes: int) -> tuple[LayerRows, ...]:
+def empty_layers(
+    counts: Int32Array, row_bytes: int, quantization: Quantization = "none"
+) -> tuple[LayerRows, ...]:
     """Room for every row of a cache, not yet filled. counts: int32 [bands, layers, heads].
 
     One piece of memory for all of it: the kernel gives large ones in large pages, and to touch
     new memory in small ones costs more than to read a file into it.
     """
-    layer_rows: list[int] = counts.sum(axis=(0, 2)).tolist()
-    room_bytes = sum(2 * _aligned(rows * row_bytes) + _aligned(rows * 4) for rows in layer_rows)
+    # Two codes lie in each byte of a row of int4.
+    mean_bytes = counts.shape[2] * 2 * row_bytes * _HALF_BYTES if quantization == "int4" else 0
+    layer_sizes = []
+    for rows in counts.sum(axis=(0, 2)).tolist():
+        sizes = [rows * row_bytes, rows * row_bytes, rows * 4]
+        if quantization != "none":
+            sizes += [rows * _HALF_BYTES] * 4 + [mean_bytes]
+        layer_sizes.append(sizes)
+    room_bytes = sum(_aligned(size) for sizes in layer_sizes for size in sizes)
     room = np.empty(room_bytes + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
     layers = []
-    for rows in layer_rows:
+    for sizes in layer_sizes:
         parts = []
-        for size_bytes in (rows * row_bytes, rows * row_bytes, rows * 4):
+        for size_bytes in sizes:
             parts.append(room[start : start + size_bytes])
             start += _aligned(size_bytes)
-        k, v = (part.reshape(rows, row_bytes) for part in parts[:2])
-        layers.append(LayerRows(k, v, parts[2].view(np.int32)))
+        k, v = (part.reshape(-1, row_bytes) for part in parts[:2])
+        scales = _scales(parts[3:], counts.shape[2]) if quantization != "none" else None
+        layers.append(LayerRows(k, v, parts[2].view(np.int32), scales))
     return tuple(layers)
+
+
+def _scales(parts: Sequence[RowBytes], heads: int) -> LayerScales:
+    k_scale, k_zero, v_scale, v_zero, mean = (part.view(np.float16) for part in parts)
+    return LayerScales(
+        k_scale, k_zero, v_scale, v_zero, mean.reshape(heads, -1) if mean.size else None
+    )
 
 
 def layer_parts(
@@ -69,12 +94,20 @@ def layer_parts(
 
     Shapes: counts int32 [bands, layers, heads] of every band that ``layers`` has room for.
     """
-    tensors = [[_Tensor(part) for part in (x.position, x.k, x.v)] for x in layers]
+    tensors = [[_Tensor(part) for part in _of_rows(layer)] for layer in layers]
+    means = [layer.scales.k_mean if layer.scales else None for layer in layers]
     return [
-        _part(counts[:, index], places, band, index)
+        _part(counts[:, index], places, means[index] if band == 0 else None, band, index)
         for band in bands
         for index, places in enumerate(tensors)
     ]
+
+
+def _of_rows(layer: LayerRows) -> Iterator[NDArray[np.generic]]:
+    """Whatever has one entry a row, in the order of a slab."""
+    yield from (layer.position, layer.k, layer.v)
+    if layer.scales is not None:
+        yield from layer.scales.of_rows
 
 
 class _Tensor:
@@ -91,11 +124,19 @@ class _Tensor:
         ]
 
 
-def _part(counts: Int32Array, tensors: Iterable[_Tensor], band: int, index: int) -> LayerPart:
+def _part(
+    counts: Int32Array,
+    tensors: Iterable[_Tensor],
+    mean: Float16Array | None,
+    band: int,
+    index: int,
+) -> LayerPart:
     segments = head_segments(counts, band)
     count = np.empty(counts.shape[1], np.int32)
-    places = (tensor.views(segments) for tensor in tensors)
-    return LayerPart(band, index, count, ([_bytes_of(count)], *places))
+    places = [[_bytes_of(count)], *(tensor.views(segments) for tensor in tensors)]
+    if mean is not None:
+        places.append([_bytes_of(mean)])
+    return LayerPart(band, index, count, tuple(places))
 
 
 def _aligned(size_bytes: int) -> int:

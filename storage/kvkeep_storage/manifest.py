@@ -21,17 +21,20 @@ from pydantic import (
 )
 
 from kvkeep_storage.artifact import (
-    ITEM_BYTES,
     CacheDtype,
     CacheRows,
     Int32Array,
+    Quantization,
     check_ratios,
+    row_bytes,
 )
 from kvkeep_storage.errors import Corrupt, Incompatible, Invalid
 from kvkeep_storage.fingerprint import Fingerprint
 from kvkeep_storage.slab import SlabDigests
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""The newest that is known. 1 has no quantised rows, and stays what others are written as: so
+they can be read by whoever could read them before."""
 
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -125,6 +128,9 @@ class Manifest(BaseModel):
         if any(len(slab.layer_digests) != self.num_layers for slab in self.slabs):
             raise Invalid("slabs", f"{self.num_layers} layer digests expected in each")
         _check_identity(self)
+        row_bytes(self.dtype, self.quantization, self.head_dim)
+        if self.schema_version != _schema_version(self.quantization):
+            raise Invalid("schema_version", f"not the one of {self.quantization!r} rows")
         return self
 
     @classmethod
@@ -137,12 +143,15 @@ class Manifest(BaseModel):
         created_at: float,
     ) -> Self:
         """Describe encoded rows. Raises: Invalid when rows and facts disagree."""
+        if rows.quantization != facts.fingerprint.quantization:
+            wanted = facts.fingerprint.quantization
+            raise Invalid("quantization", f"rows of {rows.quantization!r}, {wanted!r} was promised")
         for index, layer in enumerate(rows.layers):
             if (layer.position >= facts.tokens_total).any():
                 name = f"layers.{index:03d}.position"
                 raise Invalid(name, f"must be below tokens_total={facts.tokens_total}")
         content: dict[str, object] = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": _schema_version(rows.quantization),
             "fingerprint": facts.fingerprint,
             "tokens_total": facts.tokens_total,
             "tokens_protected": facts.tokens_protected,
@@ -198,8 +207,13 @@ class Manifest(BaseModel):
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row's K, and of its V."""
-        return self.head_dim * ITEM_BYTES[self.dtype]
+        """Size of one row's K, and of its V, without their scales."""
+        return row_bytes(self.dtype, self.quantization, self.head_dim)
+
+    @property
+    def quantization(self) -> Quantization:
+        """How its rows are kept. Raises: Invalid for a way that is not known."""
+        return _quantization(self.fingerprint)
 
     def counts_array(self) -> Int32Array:
         """Rows each band adds: int32 [bands, layers, heads]."""
@@ -224,6 +238,18 @@ class Manifest(BaseModel):
 def sha256_hex(content: bytes) -> str:
     """The digest that a cache record keeps of its manifest: sha256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()
+
+
+def _quantization(fingerprint: Fingerprint) -> Quantization:
+    match fingerprint.quantization:
+        case "none" | "int8" | "int4" as known:
+            return known
+        case unknown:
+            raise Invalid("quantization", f"{unknown!r} is not known")
+
+
+def _schema_version(quantization: Quantization) -> int:
+    return 1 if quantization == "none" else SCHEMA_VERSION
 
 
 class _SchemaOnly(BaseModel):

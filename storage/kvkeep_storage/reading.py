@@ -50,7 +50,8 @@ class Reading:
             manifest.ratios[:bands],
             counts,
             manifest.protected_array(),
-            empty_layers(counts, manifest.row_bytes),
+            empty_layers(counts, manifest.row_bytes, manifest.quantization),
+            manifest.quantization,
         )
         self._source = source
         self._key = key
@@ -91,7 +92,15 @@ class Reading:
         counts = self.rows.counts[band]
         try:
             header = await retrying(read_header)
-            return read_layout(header, slab.digests, counts, manifest.dtype, manifest.head_dim)
+            return read_layout(
+                header,
+                slab.digests,
+                counts,
+                manifest.dtype,
+                manifest.head_dim,
+                quantization=manifest.quantization,
+                band=band,
+            )
         except Corrupt as error:
             raise _within(name, error) from error
 

@@ -4,9 +4,9 @@ Storage formats are little-endian, and so are the machines this runs on. ``slab_
 reads the header back; ``layer_parts.py`` says where a band's rows lie in memory.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -15,14 +15,20 @@ from safetensors import TensorSpec, serialize
 
 from kvkeep_storage.artifact import (
     ITEM_BYTES,
+    SCALE_NAMES,
     CacheDtype,
     CacheRows,
+    Float16Array,
     Int32Array,
+    LayerRows,
+    Quantization,
     RowBytes,
 )
 from kvkeep_storage.errors import Invalid
 
-Item = TypeVar("Item", np.uint8, np.int32)
+Item = TypeVar("Item", np.uint8, np.int32, np.float16)
+
+_Part: TypeAlias = RowBytes | Int32Array | Float16Array
 
 SLAB_FORMAT = {"format": "kvkeep-slab-1"}
 
@@ -37,7 +43,7 @@ class SlabDigests:
     """xxh3-128 digests that together cover every byte of a slab.
 
     ``header_digest`` covers the first ``header_bytes``; ``layer_digests[i]`` covers layer i's
-    count, position, k and v, in that order.
+    tensors in the order of ``tensor_names``.
     """
 
     size_bytes: int
@@ -67,15 +73,17 @@ def encode_slab(rows: CacheRows, band: int) -> EncodedSlab:
     Raises: Invalid when a row holds an infinity or NaN: a build gone wrong must not
     become a stored cache.
     """
-    tensors: dict[str, RowBytes | Int32Array] = {}
+    tensors: dict[str, _Part] = {}
     digests: list[str] = []
     for index, layer in enumerate(rows.layers):
         segments = head_segments(rows.counts[:, index], band)
-        k, v = _gather(layer.k, segments), _gather(layer.v, segments)
-        parts = (rows.counts[band, index].copy(), _gather(layer.position, segments), k, v)
-        names = tensor_names(index)
-        _check_finite(k, rows.dtype, names[2])
-        _check_finite(v, rows.dtype, names[3])
+        count = rows.counts[band, index].copy()
+        parts: list[_Part] = [count, _gather(layer.position, segments)]
+        parts += [_gather(layer.k, segments), _gather(layer.v, segments)]
+        parts += _halves(layer, segments, band)
+        names = tensor_names(index, rows.quantization, band)
+        for name, part in zip(names[2:], parts[2:], strict=True):
+            _check_finite(part, rows, name)
         digests.append(digest_of(part.data for part in parts))
         tensors |= dict(zip(names, parts, strict=True))
     content = _serialize(tensors, rows)
@@ -86,13 +94,16 @@ def encode_slab(rows: CacheRows, band: int) -> EncodedSlab:
     )
 
 
-def tensor_names(layer: int) -> tuple[str, str, str, str]:
-    """Names of a layer's tensors: count, position, k, v.
+def tensor_names(layer: int, quantization: Quantization = "none", band: int = 0) -> tuple[str, ...]:
+    """Names of a layer's tensors in a band: count, position, k, v, and scales of quantised rows.
 
-    Zero-padded, because safetensors orders by dtype, then name: layers lie in order.
+    Channel means, which are the same for all bands, lie in the first. Names are
+    zero-padded, because safetensors orders by dtype, then name: layers lie in order.
     """
-    stem = f"layers.{layer:03d}"
-    return f"{stem}.count", f"{stem}.position", f"{stem}.k", f"{stem}.v"
+    scales = () if quantization == "none" else SCALE_NAMES
+    means = ("k_mean",) if quantization == "int4" and band == 0 else ()
+    parts = ("count", "position", "k", "v", *scales, *means)
+    return tuple(f"layers.{layer:03d}.{part}" for part in parts)
 
 
 def digest_of(parts: Iterable[memoryview]) -> str:
@@ -123,13 +134,27 @@ def _gather(source: NDArray[Item], segments: Iterable[HeadSegment]) -> NDArray[I
     return np.concatenate([source[part.start : part.start + part.length] for part in segments])
 
 
-def _serialize(tensors: dict[str, RowBytes | Int32Array], rows: CacheRows) -> bytes:
+def _halves(
+    layer: LayerRows, segments: tuple[HeadSegment, ...], band: int
+) -> Iterator[Float16Array]:
+    """The scales of a band of a layer, none where it is not quantised."""
+    if layer.scales is None:
+        return
+    for part in layer.scales.of_rows:
+        yield _gather(part, segments)
+    if band == 0 and layer.scales.k_mean is not None:
+        yield layer.scales.k_mean
+
+
+def _serialize(tensors: dict[str, _Part], rows: CacheRows) -> bytes:
     """Hand raw pointers to safetensors; ``tensors`` keeps every buffer alive until it returns."""
+    is_plain = rows.quantization == "none"
     specs: dict[str, TensorSpec] = {}
     for name, array in tensors.items():
-        is_row = array.dtype == np.uint8
+        # Only bytes that are numbers of the cache's dtype have another shape than their array.
+        is_row = is_plain and array.dtype == np.uint8
         specs[name] = TensorSpec(
-            dtype=rows.dtype if is_row else "int32",
+            dtype=rows.dtype if is_row else array.dtype.name,
             shape=[array.shape[0], rows.head_dim] if is_row else list(array.shape),
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
@@ -137,7 +162,11 @@ def _serialize(tensors: dict[str, RowBytes | Int32Array], rows: CacheRows) -> by
     return serialize(specs, SLAB_FORMAT)
 
 
-def _check_finite(part: RowBytes, dtype: CacheDtype, name: str) -> None:
+def _check_finite(part: _Part, rows: CacheRows, name: str) -> None:
+    if rows.quantization != "none" and part.dtype == np.uint8:
+        # Every code is a number once its scale is.
+        return
+    dtype: CacheDtype = "float16" if part.dtype == np.float16 else rows.dtype
     bits = _EXPONENT_BITS[dtype]
     words: NDArray[np.unsignedinteger]
     words = (part.view(np.uint32) if ITEM_BYTES[dtype] == 4 else part.view(np.uint16)).ravel()

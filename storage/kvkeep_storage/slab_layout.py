@@ -6,25 +6,38 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kvkeep_storage.artifact import ITEM_BYTES, CacheDtype, Int32Array
+from kvkeep_storage.artifact import (
+    ITEM_BYTES,
+    CacheDtype,
+    Int32Array,
+    Quantization,
+    row_bytes,
+)
 from kvkeep_storage.errors import Corrupt
 from kvkeep_storage.slab import SlabDigests, digest_of, tensor_names
 
 _DTYPE_NAMES: dict[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_DTYPE_BYTES: dict[str, int] = {"I32": 4} | {
+_DTYPE_BYTES: dict[str, int] = {"I32": 4, "U8": 1} | {
     name: ITEM_BYTES[dtype] for dtype, name in _DTYPE_NAMES.items()
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """First byte of each tensor in the file: ``starts[layer]`` is of count, position, k and v."""
+    """First byte of each tensor in the file: ``starts[layer]`` in the order of ``tensor_names``."""
 
-    starts: tuple[tuple[int, int, int, int], ...]
+    starts: tuple[tuple[int, ...], ...]
 
 
 def read_layout(
-    header: memoryview, digests: SlabDigests, counts: Int32Array, dtype: CacheDtype, head_dim: int
+    header: memoryview,
+    digests: SlabDigests,
+    counts: Int32Array,
+    dtype: CacheDtype,
+    head_dim: int,
+    *,
+    quantization: Quantization = "none",
+    band: int = 0,
 ) -> SlabLayout:
     """Verify a slab's header and find its tensors, which leave no byte of the file out.
 
@@ -40,15 +53,20 @@ def read_layout(
     spans = []
     for layer, heads in enumerate(counts):
         rows = int(heads.sum())
-        kv = (_DTYPE_NAMES[dtype], (rows, head_dim))
-        shapes = (("I32", (len(heads),)), ("I32", (rows,)), kv, kv)
+        names = tensor_names(layer, quantization, band)
+        shapes: list[tuple[str, tuple[int, ...]]] = [("I32", (len(heads),)), ("I32", (rows,))]
+        if quantization == "none":
+            shapes += [(_DTYPE_NAMES[dtype], (rows, head_dim))] * 2
+        else:
+            shapes += [("U8", (rows, row_bytes(dtype, quantization, head_dim)))] * 2
+            shapes += [("F16", (rows,))] * 4
+        if len(names) > len(shapes):
+            shapes.append(("F16", (len(heads), head_dim)))
         found_here = [
-            _span(tensors, name, *shape)
-            for name, shape in zip(tensor_names(layer), shapes, strict=True)
+            _span(tensors, name, *shape) for name, shape in zip(names, shapes, strict=True)
         ]
         spans += found_here
-        count, position, k, v = (digests.header_bytes + start for start, _ in found_here)
-        starts.append((count, position, k, v))
+        starts.append(tuple(digests.header_bytes + start for start, _ in found_here))
     _check_tiling(spans, digests.size_bytes - digests.header_bytes)
     return SlabLayout(tuple(starts))
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows, RowBytes
+from kvkeep_storage.artifact import (
+    CacheDtype,
+    CacheRows,
+    Int32Array,
+    LayerRows,
+    LayerScales,
+    Quantization,
+    RowBytes,
+    row_bytes,
+)
 from kvkeep_storage.fingerprint import Fingerprint, digest_token_ids
 from kvkeep_storage.manifest import ManifestFacts
 
@@ -47,6 +56,7 @@ def random_rows(
     rows_max: int = 5,
     counts: Int32Array | None = None,
     protected_rows: int = 1,
+    quantization: Quantization = "none",
 ) -> CacheRows:
     """Rows with ragged counts, some of them zero; every head keeps its protected ones."""
     rng = np.random.default_rng(seed)
@@ -55,11 +65,13 @@ def random_rows(
         counts = rng.integers(0, rows_max + 1, shape).astype(np.int32)
         counts[0] += protected_rows
     layers = tuple(
-        _random_layer(rng, counts[:, layer].sum(axis=0), head_dim, dtype)
+        _random_layer(rng, counts[:, layer].sum(axis=0), head_dim, dtype, quantization)
         for layer in range(counts.shape[1])
     )
     protected = np.full(counts.shape[1:], protected_rows, np.int32)
-    return CacheRows(dtype, counts.shape[2], head_dim, ratios, counts, protected, layers)
+    return CacheRows(
+        dtype, counts.shape[2], head_dim, ratios, counts, protected, layers, quantization
+    )
 
 
 def facts_for(
@@ -72,6 +84,7 @@ def facts_for(
             num_layers=rows.num_layers,
             num_kv_heads=rows.num_kv_heads,
             head_dim=rows.head_dim,
+            quantization=rows.quantization,
             **fingerprint,
         ),
         tokens_total=1_000_000,
@@ -94,12 +107,16 @@ def prefix_of(rows: CacheRows, bands: int) -> CacheRows:
         for head in range(rows.num_kv_heads):
             kept.extend(range(run_start, run_start + int(counts[:, index, head].sum())))
             run_start += int(rows.counts[:, index, head].sum())
-        layers.append(LayerRows(layer.k[kept], layer.v[kept], layer.position[kept]))
+        scales = layer.scales
+        if scales is not None:
+            scales = LayerScales(*(part[kept] for part in scales.of_rows), scales.k_mean)
+        layers.append(LayerRows(layer.k[kept], layer.v[kept], layer.position[kept], scales))
     return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=tuple(layers))
 
 
 def assert_equal_rows(found: CacheRows, expected: CacheRows) -> None:
-    """Bit for bit: every count, position, K and V."""
+    """Bit for bit: every count, position, K, V and scale."""
+    assert found.quantization == expected.quantization
     assert (found.dtype, found.num_kv_heads, found.head_dim, found.ratios) == (
         expected.dtype,
         expected.num_kv_heads,
@@ -113,13 +130,32 @@ def assert_equal_rows(found: CacheRows, expected: CacheRows) -> None:
         np.testing.assert_array_equal(here.k, there.k)
         np.testing.assert_array_equal(here.v, there.v)
         np.testing.assert_array_equal(here.position, there.position)
+        assert (here.scales is None) == (there.scales is None)
+        if here.scales is not None and there.scales is not None:
+            means = [x.scales.k_mean for x in (here, there) if x.scales.k_mean is not None]
+            pairs = [*zip(here.scales.of_rows, there.scales.of_rows, strict=True)]
+            if expected.quantization == "int4":
+                pairs.append((means[0], means[1]))
+            for mine, other in pairs:
+                np.testing.assert_array_equal(mine.view(np.uint16), other.view(np.uint16))
 
 
 def _random_layer(
-    rng: np.random.Generator, length: Int32Array, head_dim: int, dtype: CacheDtype
+    rng: np.random.Generator,
+    length: Int32Array,
+    head_dim: int,
+    dtype: CacheDtype,
+    quantization: Quantization,
 ) -> LayerRows:
     rows = int(length.sum())
     position = [np.sort(rng.choice(10_000, n, replace=False)) for n in length.tolist()]
+    if quantization != "none":
+        width = row_bytes(dtype, quantization, head_dim)
+        k, v = rng.integers(0, 256, (2, rows, width), dtype=np.uint8)
+        halves = rng.standard_normal((4, rows)).astype(np.float16)
+        mean = rng.standard_normal((len(length), head_dim)).astype(np.float16)
+        scales = LayerScales(*halves, mean if quantization == "int4" else None)
+        return LayerRows(k, v, np.concatenate(position).astype(np.int32), scales)
     return LayerRows(
         _random_numbers(rng, (rows, head_dim), dtype),
         _random_numbers(rng, (rows, head_dim), dtype),

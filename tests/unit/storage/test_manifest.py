@@ -96,6 +96,30 @@ def test_rows_and_facts_of_different_models_are_refused() -> None:
         Manifest.describe(rows, slabs, foreign, created_at=1.5)
 
 
+@pytest.mark.parametrize(("quantization", "version"), [("none", 1), ("int8", 2), ("int4", 2)])
+def test_only_quantised_rows_need_the_newer_schema(quantization: str, version: int) -> None:
+    made = _manifest(quantization=quantization)
+    read = Manifest.decode(made.encode())
+    assert (read.schema_version, read.quantization) == (version, quantization)
+    assert read.row_bytes == {"none": 16, "int8": 8, "int4": 4}[quantization]
+    content = json.loads(made.encode())
+    with pytest.raises(Corrupt, match="schema_version"):
+        Manifest.decode(json.dumps({**content, "schema_version": 3 - version}).encode())
+
+
+def test_rows_quantised_otherwise_than_promised_are_refused() -> None:
+    rows = random_rows(quantization="int8")
+    slabs = tuple(encode_slab(rows, band).digests for band in range(3))
+    facts = facts_for(random_rows(quantization="int4"))
+    with pytest.raises(Invalid, match="quantization"):
+        Manifest.describe(rows, slabs, facts, created_at=1.5)
+    unknown = replace(facts.fingerprint, quantization="int2")
+    content = json.loads(_manifest().encode())
+    content["fingerprint"] = json.loads(unknown.to_json())
+    with pytest.raises(Corrupt, match="int2"):
+        Manifest.decode(json.dumps(content).encode())
+
+
 def test_a_position_behind_the_last_token_is_refused() -> None:
     rows = random_rows()
     slabs = tuple(encode_slab(rows, band).digests for band in range(3))

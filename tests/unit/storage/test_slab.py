@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows
+from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows, Quantization
 from kvkeep_storage.errors import Corrupt, Invalid
 from kvkeep_storage.layer_parts import empty_layers, layer_parts
 from kvkeep_storage.range_plan import plan_ranges
@@ -23,23 +23,34 @@ from ...support.caches import assert_equal_rows, prefix_of, random_rows
 DTYPES: tuple[CacheDtype, ...] = ("float32", "bfloat16", "float16")
 
 
-def _layout(slab: EncodedSlab, counts: Int32Array, dtype: CacheDtype, head_dim: int) -> SlabLayout:
+def _layout(
+    slab: EncodedSlab,
+    counts: Int32Array,
+    dtype: CacheDtype,
+    head_dim: int,
+    quantization: Quantization = "none",
+    band: int = 0,
+) -> SlabLayout:
     header = memoryview(slab.content)[: slab.digests.header_bytes]
-    return read_layout(header, slab.digests, counts, dtype, head_dim)
+    return read_layout(
+        header, slab.digests, counts, dtype, head_dim, quantization=quantization, band=band
+    )
 
 
 def _decode(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
     """Read the first slabs back into memory, and verify them there."""
     bands = len(slabs)
     counts = rows.counts[:bands]
-    layers = empty_layers(counts, rows.row_bytes)
+    layers = empty_layers(counts, rows.row_bytes, rows.quantization)
     for layer in layers:
         # Every byte must come from a slab.
         layer.k.fill(0xFF)
         layer.v.fill(0xFF)
         layer.position.fill(-1)
+        for part in layer.scales.of_rows if layer.scales else ():
+            part.fill(np.nan)
     layouts = {
-        band: _layout(slab, counts[band], rows.dtype, rows.head_dim)
+        band: _layout(slab, counts[band], rows.dtype, rows.head_dim, rows.quantization, band)
         for band, slab in enumerate(slabs)
     }
     parts = layer_parts(counts, layers, range(bands))
@@ -62,6 +73,7 @@ def _damaged(slab: EncodedSlab, content: bytes) -> EncodedSlab:
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
+    quantization=st.sampled_from(("none", "none", "int8", "int4")),
     num_layers=st.integers(1, 12),
     num_kv_heads=st.integers(1, 4),
     head_dim=st.sampled_from((1, 3, 8)),
@@ -71,6 +83,7 @@ def _damaged(slab: EncodedSlab, content: bytes) -> EncodedSlab:
 def test_every_ratio_comes_back_bit_for_bit(
     seed: int,
     dtype: CacheDtype,
+    quantization: Quantization,
     num_layers: int,
     num_kv_heads: int,
     head_dim: int,
@@ -82,9 +95,11 @@ def test_every_ratio_comes_back_bit_for_bit(
         dtype=dtype,
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        # Two channels of int4 lie in a byte.
+        head_dim=head_dim * 2 if quantization == "int4" else head_dim,
         protected_rows=protected_rows,
         rows_max=rows_max,
+        quantization=quantization,
     )
     slabs = [encode_slab(rows, band) for band in range(len(rows.ratios))]
     for bands in range(1, len(slabs) + 1):
@@ -93,8 +108,9 @@ def test_every_ratio_comes_back_bit_for_bit(
 
 def test_every_tensor_of_a_loaded_cache_is_contiguous_and_aligned() -> None:
     counts = np.array([[[3, 2], [2, 0], [1, 0]]], np.int32)
-    for layer in empty_layers(counts, row_bytes=6):
-        for tensor in (layer.k, layer.v, layer.position):
+    for layer in (*empty_layers(counts, row_bytes=6), *empty_layers(counts, 6, "int4")):
+        scales = () if layer.scales is None else (*layer.scales.of_rows, layer.scales.k_mean)
+        for tensor in (layer.k, layer.v, layer.position, *scales):
             assert tensor.flags.c_contiguous
             assert tensor.flags.writeable
             assert tensor.ctypes.data % 64 == 0
@@ -159,8 +175,73 @@ def test_the_bytes_of_a_slab_are_rows_and_little_else() -> None:
         assert len(slab.content) - kv_bytes <= 0.03 * kv_bytes
 
 
-def test_any_flipped_bit_anywhere_is_seen() -> None:
-    rows = random_rows(num_layers=2, head_dim=2)
+@pytest.mark.parametrize(("quantization", "row_bytes"), [("int8", 64 + 4), ("int4", 32 + 4)])
+def test_the_bytes_of_a_quantised_slab_are_codes_scales_and_little_else(
+    quantization: Quantization, row_bytes: int
+) -> None:
+    ratios = (0.05, 0.1, 0.3)
+    kept = np.array([0.05, 0.05, 0.2]) * 4096
+    counts = np.empty((3, 30, 3), np.int32)
+    counts[:] = kept[:, None, None]
+    rows = random_rows(
+        dtype="bfloat16",
+        num_layers=30,
+        num_kv_heads=3,
+        head_dim=64,
+        ratios=ratios,
+        counts=counts,
+        protected_rows=0,
+        quantization=quantization,
+    )
+    stored = others = 0
+    for band in range(3):
+        slab = encode_slab(rows, band)
+        header = json.loads(slab.content[8 : slab.digests.header_bytes])
+        spans = [
+            header[name]["data_offsets"]
+            for i in range(30)
+            for name in tensor_names(i, quantization)[2:8]
+        ]
+        kv_bytes = int(counts[band].sum()) * 2 * row_bytes
+        assert sum(end - start for start, end in spans) == kv_bytes
+        stored += kv_bytes
+        others += len(slab.content) - kv_bytes
+    assert stored == sum(layer.kv_bytes for layer in rows.layers)
+    # Of what the rows took in bf16.
+    assert others <= 0.03 * int(counts.sum()) * 2 * 128
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_slab_is_a_valid_safetensors_file(
+    quantization: Quantization, tmp_path: Path
+) -> None:
+    rows = random_rows(quantization=quantization)
+    for band in range(2):
+        path = tmp_path / f"kv-{band:02}.safetensors"
+        path.write_bytes(encode_slab(rows, band).content)
+        count = int(rows.counts[band, 1].sum())
+        with safetensors.safe_open(path, framework="numpy") as opened:
+            names = {name for i in range(2) for name in tensor_names(i, quantization, band)}
+            assert set(opened.keys()) == names
+            assert ("layers.001.k_mean" in names) == (quantization == "int4" and band == 0)
+            k, scale = (opened.get_tensor(f"layers.001.{part}") for part in ("k", "v_scale"))
+        assert (k.dtype, k.shape) == (np.uint8, (count, rows.row_bytes))
+        assert (scale.dtype, scale.shape) == (np.float16, (count,))
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("tensor", ["k_scale", "k_zero", "v_scale", "v_zero", "k_mean"])
+def test_scales_that_are_not_finite_are_never_stored(value: float, tensor: str) -> None:
+    rows = random_rows(quantization="int4")
+    part = getattr(rows.layers[1].scales, tensor)
+    part[-1] = value
+    with pytest.raises(Invalid, match=f"layers.001.{tensor}: holds an infinity or NaN"):
+        encode_slab(rows, 0 if tensor == "k_mean" else 2)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_any_flipped_bit_anywhere_is_seen(quantization: Quantization) -> None:
+    rows = random_rows(num_layers=2, head_dim=2, quantization=quantization)
     chosen = random.Random(7)
     slabs = [encode_slab(rows, band) for band in range(len(rows.ratios))]
     _decode(rows, slabs)
