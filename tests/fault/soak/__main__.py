@@ -37,12 +37,14 @@ def main() -> int:
     parser.add_argument(
         "--faults", default=_HESITATION, help="of the victims' store, as KVKEEP_FAULTS has them"
     )
+    parser.add_argument("--cap-bytes", type=int, help="of caches that sweeps leave")
     chosen = parser.parse_args()
     say(f"seed {chosen.seed}")
     folder = Path(tempfile.mkdtemp(prefix="kvkeep-soak-"))
     findings: list[str] = []
     if chosen.kills:
         with _place(folder / "storage", is_remote=chosen.s3) as place:
+            place = replace(place, cap_bytes=chosen.cap_bytes)
             findings += soak_storage(place, folder, chosen.kills, chosen.seed, chosen.faults)
     if chosen.server_kills:
         # It loads torch, which the victims must never have seen.

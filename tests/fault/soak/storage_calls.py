@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 from kvkeep_service.config import Settings
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, ModelInfo, Prepared
 from kvkeep_service.rebuilding import rebuild
+from kvkeep_service.recovery import Recovery
 from kvkeep_service.registration import Registration, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.commit import commit
+from kvkeep_storage.errors import Invalid, NotFound
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.load import LoadedCache, load
@@ -65,13 +67,15 @@ class SyntheticWorker:
 class Place:
     """Where records and objects are; ``disk`` is the disk tier's, in front of a remote store.
 
-    ``faults`` are for the store to have, as operators can ask for.
+    ``faults`` are for the store to have, as operators can ask for; ``cap_bytes`` is what sweeps
+    leave of the caches.
     """
 
     redis_url: str
     store_url: str
     disk: Path | None = None
     faults: str | None = None
+    cap_bytes: int | None = None
 
     @property
     def root(self) -> Path | None:
@@ -91,6 +95,7 @@ class Calls:
     stores: Stores
     remover: Remover
     root: Path | None
+    cap_bytes: int | None
 
     @classmethod
     @asynccontextmanager
@@ -113,7 +118,7 @@ class Calls:
             await bind_if_new(stores.objects, stores.metadata)
             remover = Remover(stores, SyntheticWorker())
             try:
-                yield cls(stores, remover, place.root)
+                yield cls(stores, remover, place.root, place.cap_bytes)
             finally:
                 await remover.close()
 
@@ -157,20 +162,35 @@ class Calls:
 
     async def load(self, tenant: str, text: str, ratio: float) -> LoadedCache:
         stores, expected = self.stores, facts_of(tenant, text, ratio).fingerprint
-        return await load(
-            stores.source,
-            stores.objects,
-            stores.metadata,
-            stores.leases,
-            tenant,
-            expected.digest,
-            expected=expected.model_identity,
-            ratio=ratio,
-        )
+        try:
+            return await load(
+                stores.source,
+                stores.objects,
+                stores.metadata,
+                stores.leases,
+                tenant,
+                expected.digest,
+                expected=expected.model_identity,
+                ratio=ratio,
+            )
+        except Invalid as error:
+            # Built again for others, at their ratio: as good as nothing, as for the service.
+            raise NotFound("cache", f"{expected.digest} at ratio {ratio}") from error
+
+    async def recover(self, record: ContextRecord, error: NotFound) -> None:
+        """What a question does that finds no cache: have it built again."""
+        recovery = Recovery(self.stores, rebuilds=True)
+        await recovery.recover(record.tenant, record.cache_id, record.id, error)
 
     async def sweep(self, grace_seconds: float = GRACE_SECONDS) -> SweepReport:
         stores = self.stores
-        sweeper = Sweeper(stores.objects, stores.metadata, stores.leases, grace_seconds)
+        sweeper = Sweeper(
+            stores.objects,
+            stores.metadata,
+            stores.leases,
+            grace_seconds,
+            store_bytes=self.cap_bytes,
+        )
         return await sweeper.run_once()
 
     async def reindex(self) -> ReindexReport:

@@ -6,7 +6,8 @@ deletes everything, after which nothing may be left at all.
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from kvkeep_storage import durable, keys
 from kvkeep_storage.errors import NotFound, StorageError
@@ -41,6 +42,7 @@ async def finish(calls: Calls, told: Told) -> None:
     stores = calls.stores
     if any(what.startswith("register met") for what in told.counts):
         await _remove_unregistered(calls, told)
+    await _ask_all(calls)
     give_up_at = time.monotonic() + _FINISH_SECONDS
     while time.monotonic() < give_up_at:
         await stores.jobs.reconcile(stores.metadata)
@@ -48,8 +50,17 @@ async def finish(calls: Calls, told: Told) -> None:
             await work(calls, job)
         if not await _queue_length(calls):
             break
-    await calls.sweep(grace_seconds=0)
+    await replace(calls, cap_bytes=None).sweep(grace_seconds=0)
     await calls.collect_lone_documents()
+
+
+async def _ask_all(calls: Calls) -> None:
+    """Have built again what sweeps have taken to keep the store under its cap."""
+    for tenant in TENANTS:
+        for record in (await calls.stores.metadata.contexts(tenant, limit=1000)).records:
+            if record.status == "ready" and calls.cap_bytes is not None:
+                with suppress(NotFound):
+                    await check_load(calls, record, record.ratio)
 
 
 async def _remove_unregistered(calls: Calls, told: Told) -> None:

@@ -117,7 +117,7 @@ class Victim:
     async def _sweep(self) -> None:
         with self._notes.doing("sweep"):
             report = await self._calls.sweep()
-        for what in ("expired", "orphan_generations", "temp_files"):
+        for what in ("expired", "orphan_generations", "temp_files", "evicted"):
             for _ in range(getattr(report, what)):
                 self._notes.write(f"swept {what}")
 
@@ -144,9 +144,11 @@ async def check_load(calls: Calls, record: ContextRecord, ratio: float) -> None:
     text = text_of(int(record.metadata["number"]))
     try:
         loaded = await calls.load(record.tenant, text, ratio)
-    except NotFound:
+    except NotFound as error:
         now = await calls.stores.metadata.context(record.tenant, record.id)
-        assert now is None or now.status != "ready", "a ready context has no cache"
+        if now is not None and now.status == "ready":
+            assert calls.cap_bytes is not None, "a ready context has no cache"
+            await calls.recover(record, error)
         raise
     assert_equal_rows(loaded.rows, rows_of(record.tenant, text, ratio))
     try:
