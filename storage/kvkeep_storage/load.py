@@ -8,6 +8,7 @@ the store is the one that Redis was filled from. Only the caller decides to ``qu
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -19,6 +20,7 @@ from kvkeep_storage.errors import (
     Corrupt,
     Incompatible,
     Invalid,
+    MetadataUnavailable,
     NotFound,
     ObjectsUnavailable,
 )
@@ -81,9 +83,7 @@ async def load(
             if cache is None:
                 break
             try:
-                return await read_generation(
-                    source, cache, expected, ratio, first_ratio, announcer
-                )
+                return await read_generation(source, cache, expected, ratio, first_ratio, announcer)
             except (Corrupt, NotFound) as error:
                 now = await metadata.cache(tenant, cache_id)
                 if now is None or now.generation != cache.generation:
@@ -166,7 +166,10 @@ async def quarantine(
         await delete_generation(objects, GenerationKey(tenant, cache_id, generation))
     except ObjectsUnavailable as error:
         _log.warning("quarantined %s/%s is left to the sweeper: %s", cache_id, generation, error)
-    return rebuilding
+    # A reindex beside this may have seen it whole before it went, and named it again.
+    with suppress(MetadataUnavailable):
+        rebuilding += await metadata.quarantine(tenant, cache_id, generation)
+    return list(dict.fromkeys(rebuilding))
 
 
 async def _read_manifest(source: Source, key: GenerationKey, cache: CacheRecord) -> Manifest:

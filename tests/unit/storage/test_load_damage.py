@@ -217,3 +217,24 @@ async def test_quarantine_succeeds_when_the_objects_cannot_be_deleted(stores: St
     assert ids == ["ctx_01"]
     with pytest.raises(NotFound):
         await stores.load(FACTS)
+
+
+async def test_quarantine_holds_against_a_reindex_that_saw_the_generation_whole(
+    stores: Stores,
+) -> None:
+    cache = await _committed(stores)
+    metadata = stores.metadata
+
+    class Reindexed(Objects):
+        async def delete(self, key: str) -> None:
+            if await metadata.restore_cache(cache):
+                await metadata.attach(TENANT, "ctx_01", 1_790_000_100.0)
+            await super().delete(key)
+
+    _with(stores, Reindexed)
+    ids = await quarantine(stores.objects, metadata, TENANT, cache.cache_id, cache.generation)
+    assert ids == ["ctx_01"]
+    assert await metadata.cache(TENANT, cache.cache_id) is None
+    record = await metadata.context(TENANT, "ctx_01")
+    assert record is not None
+    assert record.status == "rebuilding"
