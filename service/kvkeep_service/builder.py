@@ -262,7 +262,13 @@ class Builder:
                 finished.set_exception(error or ContextDeleted())
 
         task = BuildTask(
-            steps=build(self._model, plan.document, policy=plan.policy, ratios=ratios),
+            steps=build(
+                self._model,
+                plan.document,
+                policy=plan.policy,
+                ratios=ratios,
+                quantization=plan.quantization,
+            ),
             on_progress=lambda progress: _post(loop, report, progress),
             on_finished=lambda built, error: _post(loop, settle, built, error),
         )

@@ -8,14 +8,14 @@ built alike, and goes back bit for bit.
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import RaggedKV
+from kvkeep_kernels.layout import ContextRows
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.shelf import CacheKey
 from kvkeep_storage.lru import CostAwareLru
@@ -153,17 +153,19 @@ def pinned_memory(num_bytes: int) -> memoryview:
 
 def moved(context: ResidentContext, device: torch.device) -> ResidentContext:
     """The same cache with its tensors on a device; blocks until they are there."""
-    layers = tuple(
-        replace(layer, **{name: tensor.to(device) for name, tensor in _tensors(layer).items()})
-        for layer in context.layers
-    )
+    layers = tuple(_changed(layer, lambda tensor: tensor.to(device)) for layer in context.layers)
     return ResidentContext(layers, context.counts, context.ratios, context.num_tokens)
 
 
-def _tensors(layer: RaggedKV) -> Mapping[str, Tensor]:
+def _tensors(layer: ContextRows) -> Mapping[str, Tensor]:
     """Every tensor of a layer, whatever kinds of rows have."""
     found = ((field.name, getattr(layer, field.name)) for field in fields(layer))
     return {name: value for name, value in found if isinstance(value, Tensor)}
+
+
+def _changed(layer: ContextRows, change: Callable[[Tensor], Tensor]) -> ContextRows:
+    tensors: dict[str, Any] = {name: change(value) for name, value in _tensors(layer).items()}
+    return replace(layer, **tensors)
 
 
 def _size_of(context: ResidentContext) -> int:
@@ -185,8 +187,5 @@ def _copied(context: ResidentContext, allocate: Allocate) -> ResidentContext:
         used_bytes += _aligned(tensor.nbytes)
         return place.view(tensor.shape).copy_(tensor)
 
-    layers = tuple(
-        replace(layer, **{name: copy(tensor) for name, tensor in _tensors(layer).items()})
-        for layer in context.layers
-    )
+    layers = tuple(_changed(layer, copy) for layer in context.layers)
     return ResidentContext(layers, context.counts, context.ratios, context.num_tokens)

@@ -117,7 +117,7 @@ class _Arriving:
         self.context: ResidentContext | None = None
 
     def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
-        self._receiver.room(sum(layer.k.nbytes + layer.v.nbytes for layer in rows.layers))
+        self._receiver.room(sum(layer.kv_bytes for layer in rows.layers))
         if self._device.type != "cpu":
             return
         whole = to_engine(rows, manifest.tokens_total, self._device)

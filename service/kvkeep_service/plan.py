@@ -20,7 +20,7 @@ from kvkeep_service.policies.kvzip import (
     RepeatPrompts,
     chunk_tokens,
 )
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, Quantization, Span
 from kvkeep_storage.documents import DocumentBody
 from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 
@@ -30,12 +30,16 @@ BANDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What to build. ``policy`` None keeps every row."""
+    """What to build. ``policy`` None keeps every row.
+
+    ``quantization``: how its rows are kept.
+    """
 
     document: DocumentTokens
     prefix_text: str
     fingerprint: Fingerprint
     policy: KVzip | None
+    quantization: Quantization
 
     @property
     def policy_applied(self) -> str:
@@ -77,9 +81,10 @@ class Planner:
     ) -> BuildPlan:
         """Tokenise and identify. ``prefix_text``: the stored one, when the document has one.
 
-        Raises: DocumentTooLong; InvalidRequest for a span outside the document, or text the
-            chat template refuses.
+        Raises: DocumentTooLong; InvalidRequest for a span outside the document, text the chat
+            template refuses, or a quantisation that the model's heads cannot have.
         """
+        _check_quantization(compression.quantization, self.identity.head_dim)
         template, info = self._loaded.template, self._loaded.info
         parts = (document.text, document.system or "", document.instructions or "")
         fewest = sum(template.fewest_tokens(part) for part in parts)
@@ -105,7 +110,7 @@ class Planner:
             tenant, prefix_text, [*prefix_ids, *piece.ids], protected, compression, policy
         )
         tokens = DocumentTokens(prefix_ids, piece.ids, protected)
-        return BuildPlan(tokens, prefix_text, fingerprint, policy)
+        return BuildPlan(tokens, prefix_text, fingerprint, policy, compression.quantization)
 
     def plan_stored(self, tenant: str, body: DocumentBody) -> BuildPlan:
         """Plan a registered document again, under the prefix it was registered with.
@@ -118,6 +123,7 @@ class Planner:
             policy="none" if body.policy == "none" else "kvzip",
             ratio=body.ratio,
             scoring="exact" if body.scoring == "exact" else "local",
+            quantization=_stored_quantization(body.quantization),
         )
         return self.plan(tenant, document, compression, body.prefix_text)
 
@@ -149,7 +155,7 @@ class Planner:
             policy=policy.name if policy else "none",
             policy_version=POLICY_VERSION,
             policy_parameters=parameters,
-            quantization="none",
+            quantization=compression.quantization,
             adapter_digest=identity.adapter_digest,
             tenant_salt=tenant,
         )
@@ -159,6 +165,22 @@ def band_ratios(ratio: float, kept_before: Sequence[float] = ()) -> tuple[float,
     """Where to cut an artifact of this ratio; ``kept_before``: cuts that contexts rely on."""
     cuts = {cut for cut in (*BANDS, *kept_before) if cut < ratio}
     return (*sorted(cuts), ratio)
+
+
+def _check_quantization(quantization: Quantization, head_dim: int) -> None:
+    if quantization == "int4" and head_dim % 2:
+        raise InvalidRequest(
+            "compression.quantization",
+            f"int4 needs heads of an even width, and this model's have {head_dim}",
+        )
+
+
+def _stored_quantization(name: str) -> Quantization:
+    match name:
+        case "none" | "int8" | "int4" as known:
+            return known
+        case unknown:
+            raise InvalidRequest("compression.quantization", f"{unknown!r} is not known here")
 
 
 def _protected(document: DocumentSpec, offsets: Sequence[tuple[int, int]]) -> Tensor:

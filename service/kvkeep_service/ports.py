@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from kvkeep_storage.fingerprint import Fingerprint
 
 Normalization = Literal["none", "kvzip_plus"]
+Quantization = Literal["none", "int8", "int4"]
 Scoring = Literal["exact", "local"]
 FinishReason = Literal["stop", "length"]
 CacheSource = Literal["resident", "host", "disk", "store"]
@@ -36,11 +37,15 @@ class DocumentSpec:
 
 @dataclass(frozen=True, slots=True)
 class CompressionSpec:
-    """How the KV cache is to be compressed. ``ratio`` is the fraction kept, in (0, 1]."""
+    """How the KV cache is to be compressed. ``ratio`` is the fraction kept, in (0, 1].
+
+    ``quantization``: how many bits a number of what is kept takes; "none" leaves it as it is.
+    """
 
     policy: Literal["kvzip", "none"] = "kvzip"
     ratio: float = 0.3
     scoring: Scoring = "local"
+    quantization: Quantization = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ def _record(
         # Nothing is evicted without a policy, whatever was asked.
         ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
         scoring=wanted.compression.scoring,
-        quantization="none",
+        quantization=wanted.compression.quantization,
         full_bytes=prepared.full_bytes,
         name=wanted.name,
         metadata=wanted.metadata,
@@ -186,4 +186,5 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         # Nothing is evicted without a policy, whatever was asked.
         ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
         scoring=wanted.compression.scoring,
+        quantization=wanted.compression.quantization,
     )

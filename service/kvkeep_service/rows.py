@@ -4,11 +4,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import RaggedKV
+from kvkeep_kernels.layout import ContextRows, QuantizedKV, RaggedKV
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_storage.arrival import ArrivingRows
-from kvkeep_storage.artifact import CacheDtype, CacheRows, LayerRows
+from kvkeep_storage.artifact import (
+    CacheDtype,
+    CacheRows,
+    Float16Array,
+    LayerRows,
+    LayerScales,
+    Quantization,
+)
 
 _DTYPES: dict[torch.dtype, CacheDtype] = {
     torch.float32: "float32",
@@ -25,16 +32,17 @@ def to_store(built: BuiltCache) -> CacheRows:
     counts = selection.counts.numpy()
     protected = np.full(counts.shape[1:], selection.num_protected, dtype=np.int32)
     return CacheRows(
-        dtype=_DTYPES[first.k.dtype],
+        dtype=_DTYPES[first.dtype],
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         ratios=selection.ratios,
         counts=counts,
         protected=protected,
         layers=tuple(
-            LayerRows(_bytes_of(layer.k), _bytes_of(layer.v), _int32(positions))
+            LayerRows(_bytes_of(layer.k), _bytes_of(layer.v), _int32(positions), _scales(layer))
             for layer, positions in zip(context.layers, selection.positions, strict=True)
         ),
+        quantization=_quantization(first),
     )
 
 
@@ -45,19 +53,55 @@ def to_engine(
 
     Of rows that are still arriving nothing is looked at but their shapes.
     """
-    dtype = _TORCH[rows.dtype]
-    layers = []
+    layers: list[ContextRows] = []
     for index, layer in enumerate(rows.layers):
         length = torch.from_numpy(rows.counts[:, index].sum(axis=0, dtype=np.int32))
+        start = (torch.cumsum(length, dim=0) - length).to(device=device, dtype=torch.int32)
+        k, v = (torch.from_numpy(part) for part in (layer.k, layer.v))
+        if layer.scales is None:
+            dtype = _TORCH[rows.dtype]
+            k, v = k.view(dtype).to(device), v.view(dtype).to(device)
+            layers.append(RaggedKV(k, v, start, length.to(device)))
+            continue
+        scales, mean = layer.scales, layer.scales.k_mean
         layers.append(
-            RaggedKV(
-                torch.from_numpy(layer.k).view(dtype).to(device),
-                torch.from_numpy(layer.v).view(dtype).to(device),
-                (torch.cumsum(length, dim=0) - length).to(device=device, dtype=torch.int32),
-                length.to(device),
+            QuantizedKV(
+                bits=8 if rows.quantization == "int8" else 4,
+                k=k.to(device),
+                v=v.to(device),
+                k_scale=torch.from_numpy(scales.k_scale).to(device),
+                k_zero=torch.from_numpy(scales.k_zero).to(device),
+                v_scale=torch.from_numpy(scales.v_scale).to(device),
+                v_zero=torch.from_numpy(scales.v_zero).to(device),
+                k_mean=None if mean is None else torch.from_numpy(mean).to(device),
+                start=start,
+                length=length.to(device),
+                dtype=_TORCH[rows.dtype],
             )
         )
     return ResidentContext(tuple(layers), torch.from_numpy(rows.counts), rows.ratios, num_tokens)
+
+
+def _quantization(layer: ContextRows) -> Quantization:
+    if isinstance(layer, RaggedKV):
+        return "none"
+    return "int8" if layer.bits == 8 else "int4"
+
+
+def _scales(layer: ContextRows) -> LayerScales | None:
+    if isinstance(layer, RaggedKV):
+        return None
+    return LayerScales(
+        k_scale=_half(layer.k_scale),
+        k_zero=_half(layer.k_zero),
+        v_scale=_half(layer.v_scale),
+        v_zero=_half(layer.v_zero),
+        k_mean=None if layer.k_mean is None else _half(layer.k_mean),
+    )
+
+
+def _half(part: Tensor) -> Float16Array:
+    return part.cpu().contiguous().numpy()
 
 
 def _int32(positions: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":

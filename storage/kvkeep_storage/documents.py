@@ -43,7 +43,7 @@ class DocumentBody(BaseModel):
     policy: str
     ratio: Annotated[float, Field(gt=0, le=1)]
     scoring: str
-    # Documents of before there was a choice do not name it.
+    # Not written when it is "none": so are documents of versions that knew no other.
     quantization: str = "none"
 
 
@@ -158,7 +158,7 @@ def _seal(kind: _Kind, key: DocumentKey, body: BaseModel) -> bytes:
         tenant=key.tenant,
         context_id=key.context_id,
         sha256="",
-        body=body.model_dump(mode="json"),
+        body=body.model_dump(mode="json", exclude_defaults=True),
     )
     return envelope.model_copy(update={"sha256": _digest(envelope)}).model_dump_json().encode()
 

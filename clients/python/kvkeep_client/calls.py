@@ -26,6 +26,7 @@ class CreateOptions(TypedDict, total=False):
     """What may be said about a context besides its document.
 
     ``ratio`` is the fraction of the KV cache to keep; below 0.15 only with ``allow_lossy``.
+    ``quantization`` is how many bits a number of what is kept takes, "none" as many as before.
     ``protect`` has half-open character spans of the document that are never evicted.
     ``expires_after`` None means never; left out, the server's default holds.
     """
@@ -39,6 +40,7 @@ class CreateOptions(TypedDict, total=False):
     policy: str
     scoring: Literal["auto", "exact", "local"]
     allow_lossy: bool
+    quantization: Literal["none", "int8", "int4"]
     expires_after: ExpiresAfter | None
 
 
@@ -64,7 +66,7 @@ class QueryOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, object]
 
 
-_COMPRESSION = ("ratio", "policy", "scoring", "allow_lossy")
+_COMPRESSION = ("ratio", "policy", "scoring", "allow_lossy", "quantization")
 
 
 def create_context(

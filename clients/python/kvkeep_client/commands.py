@@ -60,6 +60,14 @@ class Scoring(StrEnum):
     LOCAL = "local"
 
 
+class Quantization(StrEnum):
+    """Bits of a number of what is kept."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 @app.command()
 def put(
     file: Annotated[
@@ -71,6 +79,10 @@ def put(
     ratio: Ratio = None,
     allow_lossy: AllowLossy = False,
     scoring: Annotated[Scoring, typer.Option(help="How to score.")] = Scoring.AUTO,
+    quantization: Annotated[
+        Quantization,
+        typer.Option(help="Bits of a number of what is kept; none: all."),
+    ] = Quantization.NONE,
     system: Annotated[
         str | None, typer.Option(help="A system text, kept before the document.")
     ] = None,
@@ -86,6 +98,7 @@ def put(
         "ratio": ratio,
         "allow_lossy": allow_lossy,
         "scoring": scoring.value,
+        "quantization": quantization.value,
     }
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.create(path=file, **options)

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from kvkeep_service.api.strict import Strict, only
 from kvkeep_service.errors import InvalidRequest
-from kvkeep_service.ports import CompressionSpec
+from kvkeep_service.ports import CompressionSpec, Quantization, Scoring
 
 DEFAULT_RATIO: Final = 0.3
 LOSSY_BELOW: Final = 0.15
@@ -53,8 +53,10 @@ class Compression(Strict):
     """Scoring "exact" is KVzip as published, "local" its linear-time variant; "auto" is local."""
     normalization: Annotated[Literal["none", "kvzip_plus"], only("none")] = "none"
     """How scores are made comparable; not supported yet: only "none" is accepted."""
-    quantization: Annotated[Literal["none", "int8", "int4", "fp8"], only("none")] = "none"
-    """How kept KV pairs are stored; not supported yet: only "none" is accepted."""
+    quantization: Annotated[
+        Literal["none", "int8", "int4", "fp8"], only("none", "int8", "int4")
+    ] = "none"
+    """Bits of each number that is kept; "none" keeps numbers as they are, "fp8" is refused."""
 
     def spec(self) -> CompressionSpec:
         """Resolve defaults. Raises: InvalidRequest, for values that do not go together."""
@@ -63,10 +65,19 @@ class Compression(Strict):
                 raise InvalidRequest("compression.ratio", 'policy "none" keeps everything: 1.0')
             if self.scoring != "auto":
                 raise InvalidRequest("compression.scoring", 'policy "none" scores nothing')
-            return CompressionSpec("none", 1.0, "local")
+            return CompressionSpec("none", 1.0, "local", self._quantization)
         ratio = DEFAULT_RATIO if self.ratio is None else self.ratio
         check_ratio("compression.ratio", ratio, allow_lossy=self.allow_lossy)
-        return CompressionSpec("kvzip", ratio, "exact" if self.scoring == "exact" else "local")
+        scoring: Scoring = "exact" if self.scoring == "exact" else "local"
+        return CompressionSpec("kvzip", ratio, scoring, self._quantization)
+
+    @property
+    def _quantization(self) -> Quantization:
+        match self.quantization:
+            case "fp8":
+                raise InvalidRequest("compression.quantization", '"fp8" is not supported')
+            case known:
+                return known
 
 
 def check_ratio(field: str, ratio: float, *, allow_lossy: bool) -> None:

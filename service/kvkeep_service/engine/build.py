@@ -15,8 +15,11 @@ from torch import Tensor
 
 from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.compaction import Selection, compact, keep_all, select
+from kvkeep_kernels.layout import ContextRows, DenseKV, RaggedKV
+from kvkeep_kernels.quantize import channel_mean, quantize_kv
 from kvkeep_service.engine.cache import FullCache, ResidentContext
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.ports import Quantization
 
 SLICE_TOKENS = 256
 """Tokens of one work item: bounds how long a running answer waits for a build."""
@@ -84,12 +87,14 @@ def build(
     *,
     policy: ScoringPolicy | None,
     ratios: Sequence[float],
+    quantization: Quantization = "none",
 ) -> Generator[Progress, None, BuiltCache]:
     """Read a document and compress its cache to the highest of ``ratios`` (fractions kept).
 
     With no policy every row stays. Yields after each work item; the full cache is freed layer
     by layer while the kept rows are gathered.
-    Raises: RatioMissed, when the selection does not keep what was asked.
+    Raises: RatioMissed, when the selection does not keep what was asked; OutOfRange, when the
+        model gave rows that cannot be quantised.
     """
     started = time.perf_counter()
     shape = model.shape
@@ -101,10 +106,11 @@ def build(
     selection = yield from _selection(model, cache, document, policy, ratios)
     scored = time.perf_counter()
     lengths = selection.counts.sum(dim=0, dtype=torch.int32)
-    layers = []
+    layers: list[ContextRows] = []
     for layer in range(shape.num_layers):
         rows = cache.rows(layer, 0, document.num_tokens)
-        layers.append(compact(rows, selection.positions[layer], lengths[layer]))
+        kept = compact(rows, selection.positions[layer], lengths[layer])
+        layers.append(_quantized(kept, rows, quantization))
         cache.release(layer)
         yield Progress("compacting", 0.95 + 0.05 * (layer + 1) / shape.num_layers)
     context = ResidentContext(
@@ -116,6 +122,21 @@ def build(
         "compact_s": time.perf_counter() - scored,
     }
     return BuiltCache(context, selection, policy.name if policy else "none", timings)
+
+
+def _quantized(kept: RaggedKV, full: DenseKV, quantization: Quantization) -> ContextRows:
+    """Kept rows as they are stored, and read by every question.
+
+    Channel means are those of all rows, not of the kept ones: so what a row becomes does not
+    depend on the ratio that others asked for.
+    """
+    match quantization:
+        case "none":
+            return kept
+        case "int8":
+            return quantize_kv(kept, 8)
+        case "int4":
+            return quantize_kv(kept, 4, channel_mean(full.k))
 
 
 class PrefillPass:

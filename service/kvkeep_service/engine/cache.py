@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DenseKV
 from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.model import ModelShape
 
@@ -92,7 +92,7 @@ class ContextView:
     With ``arrival``, a layer may be read only once that lets ``wait`` return for it.
     """
 
-    layers: tuple[RaggedKV, ...]
+    layers: tuple[ContextRows, ...]
     num_tokens: int
     ratio: float
     arrival: LayerArrival | None = None
@@ -108,7 +108,7 @@ class ResidentContext:
     ``arrival`` tells which layers are there, when they have not all come yet.
     """
 
-    layers: tuple[RaggedKV, ...]
+    layers: tuple[ContextRows, ...]
     counts: Tensor
     ratios: tuple[float, ...]
     num_tokens: int
@@ -117,7 +117,7 @@ class ResidentContext:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of K and V held in memory."""
+        """Bytes of K and V held in memory, with their scales."""
         return sum(layer.size_bytes for layer in self.layers)
 
     def highest_ratio(self, lowest: float, highest: float) -> float | None:

@@ -17,7 +17,6 @@ REFUSED = {
         "neighbours": "0",
         "max_loss": "null",
         "normalization": '"none"',
-        "quantization": '"none"',
     },
     "Query": {
         "questions": "null",

@@ -33,7 +33,8 @@ def lease(tmp_path: Path) -> Path:
 
 
 def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Path) -> None:
-    done = run("put", str(lease), "--ratio", "0.2", "--scoring", "exact", "--system", "Be brief.")
+    options = ("--scoring", "exact", "--quantization", "int4", "--system", "Be brief.")
+    done = run("put", str(lease), "--ratio", "0.2", *options)
     assert done.exit_code == 0
     [context] = server.contexts.values()
     assert done.stdout == f"{context['id']}\n"
@@ -43,7 +44,12 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
         "document": "The lease ends on 31 March 2029.",
         "name": "lease.txt",
         "system": "Be brief.",
-        "compression": {"ratio": 0.2, "scoring": "exact", "allow_lossy": False},
+        "compression": {
+            "ratio": 0.2,
+            "scoring": "exact",
+            "allow_lossy": False,
+            "quantization": "int4",
+        },
     }
 
 
@@ -106,7 +112,8 @@ def test_a_lossy_ratio_can_be_asked_for(server: StandIn, run: Run, lease: Path) 
     put = run("put", str(lease), "--ratio", "0.1", "--allow-lossy")
     assert put.exit_code == 0
     body = server.calls("POST")[-1].body or {}
-    assert body["compression"] == {"ratio": 0.1, "scoring": "auto", "allow_lossy": True}
+    lossy = {"ratio": 0.1, "allow_lossy": True}
+    assert body["compression"] == {**lossy, "scoring": "auto", "quantization": "none"}
     for form in ([], ["--json"]):
         arguments = ["ask", put.stdout.strip(), "When?", "--ratio", "0.1", "--allow-lossy", *form]
         assert run(*arguments).exit_code == 0

@@ -8,7 +8,7 @@ import pytest
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.plan import BANDS, BuildPlan, Planner
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, Quantization, Span
 from kvkeep_storage.documents import DocumentBody, get_mirror
 from kvkeep_storage.jobs import MAX_ATTEMPTS
 from kvkeep_storage.keys import DocumentKey
@@ -151,15 +151,17 @@ async def test_a_context_of_another_model_is_left_to_its_servers(
     assert planner.count == 0
 
 
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 async def test_a_higher_ratio_is_a_new_generation_that_keeps_older_cuts(
-    bench: Workbench,
+    bench: Workbench, kind: Quantization
 ) -> None:
     bench.builder.start()
-    low = await bench.build(SHORT, CompressionSpec(ratio=0.27))
+    low = await bench.build(SHORT, CompressionSpec(ratio=0.27, quantization=kind))
     assert low.ratios_available == (0.05, 0.1, 0.15, 0.2, 0.27)
     before = {ratio: await bench.load(low, ratio) for ratio in (0.1, 0.27)}
-    high = await bench.build(SHORT, CompressionSpec(ratio=0.6))
+    high = await bench.build(SHORT, CompressionSpec(ratio=0.6, quantization=kind))
     assert high.cache_id == low.cache_id
+    assert low.quantization == high.quantization == kind
     assert high.ratios_available == (0.05, 0.1, 0.15, 0.2, 0.27, 0.3, 0.4, 0.5, 0.6)
     for ratio, old in before.items():
         new = await bench.load(high, ratio)
@@ -168,7 +170,9 @@ async def test_a_higher_ratio_is_a_new_generation_that_keeps_older_cuts(
     low = await bench.record(low.id)
     assert (low.status, low.ratios_available) == ("ready", (0.05, 0.1, 0.15, 0.2, 0.27))
     # And a lower one later is ready at once.
-    assert (await bench.register(SHORT, CompressionSpec(ratio=0.4))).status == "ready"
+    assert (
+        await bench.register(SHORT, CompressionSpec(ratio=0.4, quantization=kind))
+    ).status == "ready"
 
 
 async def test_a_ratio_between_the_cuts_of_a_larger_cache_gets_a_cut_of_its_own(

@@ -74,6 +74,8 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         digest(document=replace(SHORT, protect=(Span(0, 1),))),
         digest(compression=CompressionSpec(policy="none")),
         digest(compression=CompressionSpec(scoring="exact")),
+        digest(compression=CompressionSpec(quantization="int8")),
+        digest(compression=CompressionSpec(quantization="int4")),
         digest(by=Planner(other_weights)),
         digest(by=Planner(other_dtype)),
         digest(by=Planner(other_rope)),
@@ -81,6 +83,15 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         digest(by=Planner(with_positions(tiny, 600))),
     ]
     assert len(set(digests)) == len(digests)
+
+
+def test_int4_is_refused_by_name_where_heads_have_an_odd_width(tiny: LoadedModel) -> None:
+    odd = Planner(replace(tiny, info=replace(tiny.info, head_dim=65)))
+    assert odd.plan("acme", SHORT, CompressionSpec(quantization="int8")).quantization == "int8"
+    with pytest.raises(InvalidRequest) as refused:
+        odd.plan("acme", SHORT, CompressionSpec(quantization="int4"))
+    assert refused.value.field == "compression.quantization"
+    assert "65" in refused.value.reason
 
 
 @pytest.mark.parametrize(

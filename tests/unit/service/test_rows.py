@@ -1,5 +1,6 @@
 """Rows go from the engine to the store and back bit for bit, in every layout and dtype."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvkeep_kernels.layout import RaggedKV
+from kvkeep_kernels.layout import ContextRows
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import SequenceOptions
@@ -15,7 +16,7 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.policies.kvzip import KVzip
 from kvkeep_service.rows import to_engine, to_store
 from kvkeep_service.stores import Stores
-from kvkeep_storage.artifact import CacheRows
+from kvkeep_storage.artifact import CacheRows, Quantization
 from kvkeep_storage.manifest import ManifestFacts
 from kvkeep_storage.records import CacheRecord
 
@@ -35,12 +36,17 @@ def model_in(dtype: torch.dtype) -> LanguageModel:
     return LanguageModel(inner._model.to(dtype), inner.shape)
 
 
-def a_build(model: LanguageModel, ratios: tuple[float, ...] = RATIOS) -> BuiltCache:
+def a_build(
+    model: LanguageModel,
+    ratios: tuple[float, ...] = RATIOS,
+    quantization: Quantization = "none",
+) -> BuiltCache:
     document = random_document(400, prefix=6, seed=4)
     protected = document.protected.clone()
     protected[100:120] = True
     document = DocumentTokens(document.prefix_ids, document.ids, protected)
-    return run_build(model, document, KVzip(PROMPTS, scoring="local", chunk_tokens=128), ratios)
+    policy = KVzip(PROMPTS, scoring="local", chunk_tokens=128)
+    return run_build(model, document, policy, ratios, quantization)
 
 
 @pytest.fixture
@@ -54,13 +60,16 @@ async def committed(storage: Storage, rows: CacheRows) -> tuple[ManifestFacts, C
     return facts, await storage.build(rows, facts)
 
 
-def assert_same_rows(ours: RaggedKV, theirs: RaggedKV) -> None:
-    assert ours.k.dtype == theirs.k.dtype
-    assert torch.equal(ours.start, theirs.start)
-    assert torch.equal(ours.length, theirs.length)
-    # Bits, not values: equal says nothing of a zero's sign.
-    assert torch.equal(ours.k.view(torch.uint8), theirs.k.view(torch.uint8))
-    assert torch.equal(ours.v.view(torch.uint8), theirs.v.view(torch.uint8))
+def assert_same_rows(ours: ContextRows, theirs: ContextRows) -> None:
+    assert type(ours) is type(theirs)
+    for field in fields(ours):
+        here, there = getattr(ours, field.name), getattr(theirs, field.name)
+        if isinstance(here, torch.Tensor):
+            assert here.dtype == there.dtype
+            # Bits, not values: equal says nothing of a zero's sign.
+            assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
+        else:
+            assert here == there
 
 
 def assert_same_runs(ours: ResidentContext, theirs: ResidentContext, ratio: float) -> None:
@@ -73,21 +82,53 @@ def assert_same_runs(ours: ResidentContext, theirs: ResidentContext, ratio: floa
                 assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.anyio
 async def test_field_19_engine_to_store_to_engine_is_bit_for_bit(
-    storage: Storage, dtype: torch.dtype
+    storage: Storage, dtype: torch.dtype, quantization: Quantization
 ) -> None:
-    built = a_build(model_in(dtype))
+    built = a_build(model_in(dtype), quantization=quantization)
     facts, _ = await committed(storage, to_store(built))
     loaded = await storage.load(facts)
     context = to_engine(loaded.rows, built.context.num_tokens, CPU)
     for ours, theirs in zip(context.layers, built.context.layers, strict=True):
-        assert ours.k.abs().sum() > 0
+        assert ours.k.any()
         assert_same_rows(ours, theirs)
     assert torch.equal(context.counts, built.context.counts)
     assert (context.ratios, context.num_tokens) == (RATIOS, 406)
     assert context.size_bytes == built.context.size_bytes
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.anyio
+async def test_a_quantised_row_does_not_depend_on_the_ratio_others_asked_for(
+    storage: Storage, quantization: Quantization
+) -> None:
+    model = model_in(torch.float32)
+    large = a_build(model, quantization=quantization)
+    small = a_build(model, RATIOS[:2], quantization)
+    facts, _ = await committed(storage, to_store(large))
+    context = to_engine((await storage.load(facts, 0.1)).rows, large.context.num_tokens, CPU)
+    for ours, theirs in zip(context.layers, small.context.layers, strict=True):
+        assert_same_rows(ours, theirs)
+    question, options = [5, 6, 7, 8], SequenceOptions(24)
+    answers = [
+        answer_alone(model, sequence(model, view, question, options))
+        for view in (context.view(0.1), small.context.view(0.1), large.context.view(0.1))
+    ]
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_on_a_cpu_quantised_rows_are_not_copied_either(quantization: Quantization) -> None:
+    built = a_build(model_in(torch.float32), quantization=quantization)
+    rows = to_store(built)
+    assert rows.quantization == quantization
+    context = to_engine(rows, 406, CPU)
+    for layer, stored, back in zip(built.context.layers, rows.layers, context.layers, strict=True):
+        assert layer.k.data_ptr() == stored.k.ctypes.data == back.k.data_ptr()
+        assert layer.v_zero.data_ptr() == stored.scales.v_zero.ctypes.data == back.v_zero.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

@@ -30,7 +30,7 @@ UNSUPPORTED_COMPRESSION = [
     ("neighbours", 2),
     ("max_loss", 0.01),
     ("normalization", "kvzip_plus"),
-    *(("quantization", kind) for kind in ("int8", "int4", "fp8")),
+    ("quantization", "fp8"),
 ]
 
 
@@ -267,6 +267,8 @@ def test_spans_count_characters_not_bytes() -> None:
         ({"ratio": 0.05, "allow_lossy": True}, CompressionSpec("kvzip", 0.05, "local")),
         ({"policy": "none"}, CompressionSpec("none", 1.0, "local")),
         ({"policy": "none", "ratio": 1.0}, CompressionSpec("none", 1.0, "local")),
+        ({"quantization": "int4"}, CompressionSpec("kvzip", 0.3, "local", "int4")),
+        ({"policy": "none", "quantization": "int8"}, CompressionSpec("none", 1, "local", "int8")),
     ],
 )
 def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) -> None:

@@ -71,6 +71,13 @@ async def test_any_document_reads_back_equal(
     assert await get_document(memory, KEY) == document
 
 
+async def test_a_document_names_its_quantisation_only_when_it_has_one(objects: Objects) -> None:
+    for kind, is_named in (("none", False), ("int8", True)):
+        await put_document(objects, KEY, a_document(quantization=kind))
+        assert (b"quantization" in await objects.get(KEY.body)) == is_named
+        assert (await get_document(objects, KEY)).quantization == kind
+
+
 async def test_a_missing_document_is_not_found(objects: Objects) -> None:
     with pytest.raises(NotFound):
         await get_document(objects, KEY)

@@ -16,6 +16,7 @@ from transformers import (
 from kvkeep_service.engine.attention import ATTENTION_NAME, register_attention
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens, ScoringPolicy, build
 from kvkeep_service.engine.model import LanguageModel, check_supported
+from kvkeep_service.ports import Quantization
 
 KINDS = ("llama", "qwen2", "qwen3", "mistral")
 VOCABULARY = 300
@@ -77,9 +78,10 @@ def run_build(
     document: DocumentTokens,
     policy: ScoringPolicy | None,
     ratios: tuple[float, ...],
+    quantization: Quantization = "none",
 ) -> BuiltCache:
     """Run a build to its end."""
-    steps = build(model, document, policy=policy, ratios=ratios)
+    steps = build(model, document, policy=policy, ratios=ratios, quantization=quantization)
     while True:
         try:
             next(steps)
