@@ -59,6 +59,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         policy="kvzip",
         scoring="exact",
         allow_lossy=True,
+        quantization="int8",
         expires_after=ExpiresAfter(60),
     )
     assert calls.CreateOptions.__annotations__.keys() - _sent(call) == {
@@ -66,6 +67,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         "policy",
         "scoring",
         "allow_lossy",
+        "quantization",
     }
     ContextCreate.model_validate_json(call.body or b"")
 

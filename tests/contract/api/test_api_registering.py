@@ -37,6 +37,23 @@ def test_a_registered_document_answers_202_with_everything_known(api: ApiServer)
     assert context["ready_at"] is None
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_context_says_that_it_is_one(api: ApiServer, quantization: str) -> None:
+    api.hold_builds()
+    body = {"document": numbered(5), "compression": {"quantization": quantization}}
+    response = api.client.post("/contexts", json=body)
+    assert response.status_code == 202
+    assert response.json()["compression"]["quantization"] == quantization
+
+
+def test_fp8_is_refused_by_name(api: ApiServer) -> None:
+    body = {"document": numbered(6), "compression": {"quantization": "fp8"}}
+    response = api.client.post("/contexts", json=body)
+    assert response.status_code == 422
+    assert "not supported" in str(problem(response)["errors"])
+    assert "compression.quantization" in str(problem(response)["errors"])
+
+
 @pytest.mark.parametrize("in_the_body", [False, True])
 def test_waiting_holds_the_request_until_the_context_is_ready(
     api: ApiServer, in_the_body: bool
