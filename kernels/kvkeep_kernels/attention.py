@@ -1,29 +1,29 @@
 """Attention over ragged context rows and dense tails, merged by log-sum-exp.
 
 Every function splits the keys into parts, attends to each part alone, and merges the partial
-outputs exactly. On a CPU a part is one call of torch's flash attention, the only stock kernel
-that also returns its log-sum-exp; rows of the query group are folded into query rows, because
-one query row per call is several times slower there. Quantised rows are multiplied as codes,
-block by block; scales and zeros meet the products, never the rows.
-
-Source: FlashDecoding split-K; the merge is FlashInfer's "recursive attention".
+outputs exactly. Where torch serves, ``cpu_attention`` attends to plain rows. Quantised rows are
+multiplied as codes, block by block; scales and zeros meet the products, never the rows.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep_kernels import bounded, cpu_attention
 from kvkeep_kernels.backend import uses_triton
+from kvkeep_kernels.cpu_attention import Attended, flash
 from kvkeep_kernels.layout import (
+    UNBOUNDED,
     ContextRows,
     DecodeBatch,
     DecodeGroup,
     DenseKV,
+    LogitBounds,
     QuantizedKV,
     RaggedKV,
     ShapeError,
+    check_bounds,
     check_tail,
 )
 from kvkeep_kernels.quantize import unpacked
@@ -32,18 +32,13 @@ _CODE_ROWS = 2048
 """Quantised rows that are floats at a time: a block of K, or of V, stays in a core's cache."""
 
 
-class Attended(NamedTuple):
-    """An attention output and its log-sum-exp.
-
-    Shapes: out [num_q_heads, tokens, head_dim] in q's dtype; lse [num_q_heads, tokens] fp32.
-    """
-
-    out: Tensor
-    lse: Tensor
-
-
 def ragged_decode(
-    q: Tensor, context: ContextRows, tails: Sequence[DenseKV], *, scale: float
+    q: Tensor,
+    context: ContextRows,
+    tails: Sequence[DenseKV],
+    *,
+    scale: float,
+    bounds: LogitBounds = UNBOUNDED,
 ) -> Tensor:
     """Attend one new token of every member over the shared context and its own tail.
 
@@ -55,10 +50,12 @@ def ragged_decode(
     Raises: ShapeError, naming the tensor, its shape and the expected one.
     """
     batch = DecodeBatch((DecodeGroup(context, tuple(tails)),))
-    return ragged_decode_batch(q, batch, scale=scale)
+    return ragged_decode_batch(q, batch, scale=scale, bounds=bounds)
 
 
-def ragged_decode_batch(q: Tensor, batch: DecodeBatch, *, scale: float) -> Tensor:
+def ragged_decode_batch(
+    q: Tensor, batch: DecodeBatch, *, scale: float, bounds: LogitBounds = UNBOUNDED
+) -> Tensor:
     """Attend one new token of every sequence of a batch, in one launch where a GPU serves it.
 
     Shapes: q [num_sequences, num_q_heads, head_dim], the sequences in the batch's order.
@@ -71,14 +68,27 @@ def ragged_decode_batch(q: Tensor, batch: DecodeBatch, *, scale: float) -> Tenso
     _check_queries(q, num_q_heads, context)
     if num_sequences != batch.num_sequences:
         raise ShapeError("q sequences", num_sequences, f"{batch.num_sequences}, one per tail")
+    for group in batch.groups:
+        check_bounds(group.context, bounds)
     if uses_triton(q.device):
-        return _launch_decode(q, batch, scale)
+        return _launch_decode(q, batch, scale, bounds)
     sizes = [len(group.tails) for group in batch.groups]
     pieces = zip(torch.split(q, sizes), batch.groups, strict=True)
+    if bounds != UNBOUNDED:
+        return torch.cat(
+            [bounded.decode(rows, group, scale, bounds) for rows, group in pieces],
+        )
     return torch.cat([_decode_group(rows, group, scale) for rows, group in pieces])
 
 
-def ragged_prefill(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> Tensor:
+def ragged_prefill(
+    q: Tensor,
+    context: ContextRows,
+    tail: DenseKV,
+    *,
+    scale: float,
+    bounds: LogitBounds = UNBOUNDED,
+) -> Tensor:
     """Attend a question's new tokens: the whole context is visible, the tail causally.
 
     Shapes: q [num_q_heads, tokens, head_dim]; tail.k [num_kv_heads, tail_tokens, head_dim]
@@ -90,10 +100,13 @@ def ragged_prefill(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: flo
     check_tail(context, tail)
     if tail.tokens < tokens:
         raise ShapeError("tail tokens", tail.tokens, f"at least the {tokens} new tokens")
+    check_bounds(context, bounds)
     if uses_triton(q.device):
         from kvkeep_kernels._triton import prefill
 
-        return prefill.launch(q, context, tail, scale=scale)
+        return prefill.launch(q, context, tail, scale=scale, bounds=bounds)
+    if bounds != UNBOUNDED:
+        return bounded.prefill(q, context, tail, scale, bounds)
     folded = q.reshape(context.num_kv_heads, -1, head_dim)
     over_context = _unfold(_context_part(folded, context, scale), num_q_heads, tokens)
     return _merge([over_context, *_causal_parts(q, tail, scale)]).out
@@ -134,7 +147,7 @@ def _check_queries(q: Tensor, num_q_heads: int, context: ContextRows) -> None:
         raise ShapeError("q", (q.dtype, q.device), (context.dtype, context.k.device))
 
 
-def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float) -> Tensor:
+def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float, bounds: LogitBounds) -> Tensor:
     """The GPU path: one launch for every form that contexts of the batch are in."""
     from kvkeep_kernels._triton import decode, work_list
 
@@ -145,12 +158,13 @@ def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float) -> Tensor:
         bits = context.bits if isinstance(context, QuantizedKV) else 0
         forms.setdefault(bits, []).append(index)
     if len(forms) == 1:
-        return decode.launch(q, work_list.tabulate(batch, group_size), scale=scale)
+        return decode.launch(q, work_list.tabulate(batch, group_size), scale=scale, bounds=bounds)
     pieces = list(torch.split(q, [len(group.tails) for group in batch.groups]))
     for members in forms.values():
         alike = DecodeBatch(tuple(batch.groups[index] for index in members))
         rows = torch.cat([pieces[index] for index in members])
-        out = decode.launch(rows, work_list.tabulate(alike, group_size), scale=scale)
+        tables = work_list.tabulate(alike, group_size)
+        out = decode.launch(rows, tables, scale=scale, bounds=bounds)
         sizes = [len(batch.groups[index].tails) for index in members]
         for index, piece in zip(members, torch.split(out, sizes), strict=True):
             pieces[index] = piece
@@ -160,6 +174,8 @@ def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float) -> Tensor:
 def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     """The CPU path of one group: the context for all members at once, then tail by tail."""
     context = group.context
+    if isinstance(context, RaggedKV):
+        return cpu_attention.decode(q, group, scale)
     members, num_q_heads, head_dim = q.shape
     group_size = num_q_heads // context.num_kv_heads
     # [heads, members * group, d]: one tile of query rows per KV head.
@@ -179,6 +195,8 @@ def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
 
 def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attended:
     """Attend [heads, rows, d] query rows to each head's own run; empty heads get lse = -inf."""
+    if isinstance(context, RaggedKV):
+        return cpu_attention.over_runs(by_head, context, scale)
     heads, rows, _ = by_head.shape
     out = torch.zeros_like(by_head)
     lse = torch.full((heads, rows), -torch.inf, device=by_head.device)
@@ -186,13 +204,9 @@ def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attend
     for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length:
             run = slice(start, start + length)
-            if isinstance(context, RaggedKV):
-                k, v = context.k[None, run], context.v[None, run]
-                part = _flash(by_head[head, None], k, v, scale)
-            else:
-                part = _over_codes(by_head[head, None].float(), context, run, scale)
+            part = _over_codes(by_head[head, None].float(), context, run, scale)
             out[head], lse[head] = part.out[0], part.lse[0]
-    if isinstance(context, QuantizedKV) and context.k_mean is not None:
+    if context.k_mean is not None:
         # The same for every row of a head: no weight changes among them, but that of the part.
         lse += scale * torch.einsum("hrd,hd->hr", by_head.float(), context.k_mean.float())
     return Attended(out, lse)
@@ -233,31 +247,15 @@ def _causal_parts(q: Tensor, tail: DenseKV, scale: float) -> list[Attended]:
     shape = (num_kv_heads, grouped.shape[1], tokens, head_dim)
     k = tail.k[:, None, earlier:].expand(shape)
     v = tail.v[:, None, earlier:].expand(shape)
-    out, lse = _flash_call(grouped, k, v, scale, is_causal=True)
-    parts.append(Attended(out.flatten(0, 1), lse.flatten(0, 1)))
+    own = flash(grouped, k, v, scale, is_causal=True)
+    parts.append(Attended(own.out.flatten(0, 1), own.lse.flatten(0, 1)))
     return parts
 
 
 def _flash(rows: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
     """Unmasked attention of [heads, rows, d] over [heads, keys, d]."""
-    out, lse = _flash_call(rows[None], k[None], v[None], scale, is_causal=False)
-    return Attended(out[0], lse[0])
-
-
-def _flash_call(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, scale=scale
-        )
-    else:
-        logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-        if is_causal:
-            logits.masked_fill_(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-        lse = torch.logsumexp(logits, dim=-1)
-        out = torch.matmul(torch.exp(logits - lse[..., None]), v.float()).to(q.dtype)
-    return out, lse
+    found = flash(rows[None], k[None], v[None], scale)
+    return Attended(found.out[0], found.lse[0])
 
 
 def _unfold(part: Attended, num_q_heads: int, tokens: int) -> Attended:

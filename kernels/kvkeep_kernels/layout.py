@@ -8,8 +8,8 @@
 Invariants are checked once, when a value is made; the functions that take it trust it.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,12 +49,46 @@ class KernelUnavailable(KernelError):
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where rows stood in the text, which layers with a sliding window have to know.
+
+    Shapes: positions [rows] int32, contiguous, of every row of a context. ``end``: the position of
+    a tail's first row. Limits: that positions are below ``end`` is not checked.
+    """
+
+    positions: Tensor
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBounds:
+    """What some layers do to logits before the softmax (Gemma); None where they do not.
+
+    soft_cap: a logit s becomes ``soft_cap * tanh(s / soft_cap)``. window: a token at position p
+    sees those above ``p - window``, itself included; contexts must have a ``placement``.
+    """
+
+    soft_cap: float | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ShapeError("soft_cap", self.soft_cap, "above 0")
+        if self.window is not None and self.window < 1:
+            raise ShapeError("window", self.window, "at least 1")
+
+
+UNBOUNDED = LogitBounds()
+
+
+@dataclass(frozen=True, slots=True)
 class RaggedKV:
     """The compressed KV of one layer: one contiguous run of rows per KV head.
 
     Shapes: k, v [rows, head_dim]; start, length [num_kv_heads] int32. Head h owns the rows
     ``start[h] : start[h] + length[h]``. Inside a head the order is protected rows first,
     then importance descending, so any shorter ``length`` is a valid, smaller cache.
+    ``prepared``: what a CPU made of start and length, by number of threads, for every later step.
     Limits: attention does not depend on the order of rows; nothing here checks it.
     """
 
@@ -62,6 +96,8 @@ class RaggedKV:
     v: Tensor
     start: Tensor
     length: Tensor
+    placement: Placement | None = None
+    prepared: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.k.ndim != 2 or self.k.shape != self.v.shape:
@@ -69,6 +105,7 @@ class RaggedKV:
         if self.k.dtype not in SUPPORTED_DTYPES or self.v.dtype != self.k.dtype:
             raise ShapeError("context.k dtype", self.k.dtype, SUPPORTED_DTYPES)
         _check_runs(self.start, self.length, len(self.k))
+        _check_placement(self.placement, self.k)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,6 +163,7 @@ class QuantizedKV:
     start: Tensor
     length: Tensor
     dtype: torch.dtype
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
         if self.k.ndim != 2:
@@ -146,6 +184,7 @@ class QuantizedKV:
         if self.dtype not in SUPPORTED_DTYPES:
             raise ShapeError("context.dtype", self.dtype, SUPPORTED_DTYPES)
         _check_runs(self.start, self.length, rows)
+        _check_placement(self.placement, self.k)
 
     @property
     def num_kv_heads(self) -> int:
@@ -171,6 +210,12 @@ class QuantizedKV:
 
 ContextRows = RaggedKV | QuantizedKV
 """The compressed KV of one layer, in either form."""
+
+
+def check_bounds(context: ContextRows, bounds: LogitBounds) -> None:
+    """Raise ShapeError when a window is asked for over rows that stand nowhere."""
+    if bounds.window is not None and context.placement is None:
+        raise ShapeError("context.placement", None, f"positions, for a window of {bounds.window}")
 
 
 def check_tail(context: ContextRows, tail: "DenseKV") -> None:
@@ -248,6 +293,16 @@ def _check_runs(start: Tensor, length: Tensor, rows: int) -> None:
     end = (start.long() + length.long()).max().item()
     if start.min().item() < 0 or length.min().item() < 0 or end > rows:
         raise ShapeError("context.start + context.length", end, f"within {rows} rows")
+
+
+def _check_placement(placement: Placement | None, k: Tensor) -> None:
+    if placement is None:
+        return
+    positions = placement.positions
+    expected = (torch.int32, (len(k),), k.device)
+    found = (positions.dtype, tuple(positions.shape), positions.device)
+    if found != expected or not positions.is_contiguous():
+        raise ShapeError("placement.positions", found, expected)
 
 
 def _check_shorter(length: Tensor, present: Tensor) -> None:

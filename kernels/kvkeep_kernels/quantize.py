@@ -62,6 +62,7 @@ def quantize_kv(rows: RaggedKV, bits: Literal[4, 8], k_mean: Tensor | None = Non
         start=rows.start,
         length=rows.length,
         dtype=rows.dtype,
+        placement=rows.placement,
     )
 
 

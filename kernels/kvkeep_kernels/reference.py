@@ -10,16 +10,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import ContextRows, DenseKV, QuantizedKV
+from kvkeep_kernels.layout import UNBOUNDED, ContextRows, DenseKV, LogitBounds, QuantizedKV
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, soft_cap: float | None = None
+) -> Tensor:
     """Softmax attention of one query row over some rows of one head.
 
     Shapes: q [head_dim]; k, v [rows, head_dim], rows >= 1. Returns [head_dim] fp32.
     """
-    weights = torch.softmax((k.float() @ q.float()) * scale, dim=0)
-    return weights @ v.float()
+    logits = (k.float() @ q.float()) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    return torch.softmax(logits, dim=0) @ v.float()
 
 
 def head_rows(context: ContextRows, head: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +42,12 @@ def head_rows(context: ContextRows, head: int) -> tuple[Tensor, Tensor]:
 
 
 def ragged_decode(
-    q: Tensor, context: ContextRows, tails: Sequence[DenseKV], *, scale: float
+    q: Tensor,
+    context: ContextRows,
+    tails: Sequence[DenseKV],
+    *,
+    scale: float,
+    bounds: LogitBounds = UNBOUNDED,
 ) -> Tensor:
     """Oracle of ``attention.ragged_decode``; same shapes, returns fp32."""
     out = torch.empty_like(q, dtype=torch.float32)
@@ -51,11 +60,36 @@ def ragged_decode(
                 torch.cat([k, tail.k[head].float()]),
                 torch.cat([v, tail.v[head].float()]),
             )
-            out[member, q_head] = attend_rows(q[member, q_head], keys, values, scale=scale)
+            near = _in_window(context, head, tail, bounds.window)
+            out[member, q_head] = attend_rows(
+                q[member, q_head],
+                keys[near],
+                values[near],
+                scale=scale,
+                soft_cap=bounds.soft_cap,
+            )
     return out
 
 
-def ragged_prefill(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> Tensor:
+def _in_window(context: ContextRows, head: int, tail: DenseKV, window: int | None) -> list[int]:
+    """Which rows of a head, then of a tail, the tail's last token sees, by original positions."""
+    length = int(context.length[head])
+    if window is None or context.placement is None:
+        return list(range(length + tail.tokens))
+    first, end = int(context.start[head]), context.placement.end
+    positions = context.placement.positions[first : first + length].tolist()
+    positions += range(end, end + tail.tokens)
+    return [row for row, position in enumerate(positions) if positions[-1] - position < window]
+
+
+def ragged_prefill(
+    q: Tensor,
+    context: ContextRows,
+    tail: DenseKV,
+    *,
+    scale: float,
+    bounds: LogitBounds = UNBOUNDED,
+) -> Tensor:
     """Oracle of ``attention.ragged_prefill``; same shapes, returns fp32."""
     num_tokens = q.shape[1]
     hidden = tail.tokens - num_tokens
@@ -63,7 +97,8 @@ def ragged_prefill(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: flo
     for token in range(num_tokens):
         seen = hidden + token + 1
         visible = DenseKV(tail.k[:, :seen], tail.v[:, :seen])
-        rows.append(ragged_decode(q[None, :, token], context, [visible], scale=scale)[0])
+        new = q[None, :, token]
+        rows.append(ragged_decode(new, context, [visible], scale=scale, bounds=bounds)[0])
     return torch.stack(rows, dim=1)
 
 

@@ -1,10 +1,11 @@
 """Ragged contexts and dense tails with random rows, for kernel tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from kvkeep_kernels.layout import ContextRows, DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DenseKV, Placement, RaggedKV
 from kvkeep_kernels.quantize import quantize_kv
 
 
@@ -24,6 +25,12 @@ def quantized(rows: RaggedKV, bits: int) -> ContextRows:
         return rows
     means = torch.randn(rows.num_kv_heads, rows.head_dim).half() if bits == 4 else None
     return quantize_kv(rows, bits, means)
+
+
+def placed(rows: RaggedKV, tokens: int) -> RaggedKV:
+    """The rows at random positions of a text of ``tokens``, each head's in an order of its own."""
+    positions = torch.randint(0, tokens, (len(rows.k),), dtype=torch.int32)
+    return replace(rows, placement=Placement(positions, tokens))
 
 
 def dense(heads: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.float32) -> DenseKV:

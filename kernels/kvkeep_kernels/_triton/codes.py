@@ -11,6 +11,8 @@ weights, which fp16 has not the range for.
 import triton
 import triton.language as tl
 
+from kvkeep_kernels._triton.softmax import in_window, scaled_logits
+
 
 @triton.jit
 def fold_codes(
@@ -26,7 +28,10 @@ def fold_codes(
     v_zero,
     rows,
     scale_log2,
+    window,
+    mean,
     BITS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -34,7 +39,8 @@ def fold_codes(
     """Fold rows 0 to ``rows`` into the state of every row of the tile, but for channel means.
 
     Shapes: q_rows, acc [BLOCK_M, BLOCK_D]; peak, mass [BLOCK_M]; k, v point at row 0 of packed
-    rows, the others at the float16 of row 0.
+    rows, the others at the float16 of row 0. ``window`` and SOFT_CAP as in ``fold_run``. A cap
+    has to see the whole logit: then ``mean`` is what ``mean_products`` gives, else None.
     """
     q_sum = tl.sum(q_rows.to(tl.float32), axis=1)
     for first in range(0, rows, BLOCK_N):
@@ -45,8 +51,14 @@ def fold_codes(
         zeros = tl.load(k_zero + row, mask=is_row, other=0.0).to(tl.float32)
         # Not TF32 for fp32 inputs: three decimal digits are no fp32 result.
         products = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
-        logits = (products * scales[None, :] + q_sum[:, None] * zeros[None, :]) * scale_log2
-        logits = tl.where(is_row[None, :], logits, float("-inf"))
+        products = products * scales[None, :] + q_sum[:, None] * zeros[None, :]
+        if mean is not None:
+            products += mean[:, None]
+        logits = scaled_logits(products, scale_log2, SOFT_CAP)
+        is_seen = is_row[None, :]
+        if window is not None:
+            is_seen = is_seen & in_window(row, is_row, window)
+        logits = tl.where(is_seen, logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, axis=1))
         weights = tl.exp2(logits - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
@@ -62,11 +74,11 @@ def fold_codes(
 
 
 @triton.jit
-def mean_logits(q_rows, k_mean, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What a head's channel means [HEAD_DIM] add to every logit of a query row: [BLOCK_M]."""
+def mean_products(q_rows, k_mean, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What a head's channel means [HEAD_DIM] add to every product of a query row: [BLOCK_M]."""
     column = tl.arange(0, BLOCK_D)
     mean = tl.load(k_mean + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
-    return tl.sum(q_rows.to(tl.float32) * mean[None, :], axis=1) * scale_log2
+    return tl.sum(q_rows.to(tl.float32) * mean[None, :], axis=1)
 
 
 @triton.jit

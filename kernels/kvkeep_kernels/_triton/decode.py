@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep_kernels._triton.codes import fold_codes, mean_logits
+from kvkeep_kernels._triton.codes import fold_codes, mean_products
 from kvkeep_kernels._triton.processors import addressable
-from kvkeep_kernels._triton.softmax import LOG2_E, fold_run, tile_shape
+from kvkeep_kernels._triton.softmax import LOG2_E, NO_PEAK, fold_run, tile_shape
 from kvkeep_kernels._triton.work_list import (
+    PLACE_COLUMNS,
     RUN_COLUMNS,
     SCALE_COLUMNS,
     SEQUENCE_COLUMNS,
@@ -29,12 +30,15 @@ from kvkeep_kernels._triton.work_list import (
     DecodeTables,
     plan,
 )
+from kvkeep_kernels.layout import UNBOUNDED, LogitBounds
 
 MERGED_ITEMS = 16
 """Items whose states one merging program holds at a time."""
 
 
-def launch(q: Tensor, tables: DecodeTables, *, scale: float) -> Tensor:
+def launch(
+    q: Tensor, tables: DecodeTables, *, scale: float, bounds: LogitBounds = UNBOUNDED
+) -> Tensor:
     """Attend one new token of every sequence of the tables.
 
     Shapes: q [num_sequences, num_q_heads, head_dim], in the tables' order. Returns q's shape and
@@ -61,8 +65,11 @@ def launch(q: Tensor, tables: DecodeTables, *, scale: float) -> Tensor:
             *(q, tables.tiles, tables.scales, work.runs, work.items),
             *(part_out, part_peak, part_mass),
             *(len(tables.tiles), work.num_slots, scale * LOG2_E),
+            *((tables.sequences, tables.places) if bounds.window else (None, None)),
             **sizes,
             BITS=tables.bits,
+            WINDOW=bounds.window or 0,
+            SOFT_CAP=bounds.soft_cap or 0.0,
             BLOCK_N=shape.block_n,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
@@ -89,6 +96,8 @@ def attend_items(
     num_tiles,
     num_slots,
     scale_log2,
+    sequences,
+    places,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -96,12 +105,15 @@ def attend_items(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """One program attends all query rows of one item to its keys, and stores their state.
 
     Shapes: q [num_sequences, HEADS * GROUP, HEAD_DIM]; tiles, scales as in ``DecodeTables``, read
-    with 4 or 8 BITS only; part_out [num_slots, BLOCK_M, HEAD_DIM],
-    part_peak, part_mass [num_slots, BLOCK_M] fp32, written for items with work, valid rows only.
+    with 4 or 8 BITS only; sequences, places likewise, read with a WINDOW of tokens only (0: all are
+    seen); part_out [num_slots, BLOCK_M, HEAD_DIM], part_peak, part_mass [num_slots, BLOCK_M] fp32,
+    written for items with work, valid rows only.
     """
     item = tl.program_id(0).to(tl.int64)
     rows = tl.load(items + 2 * num_slots + item)
@@ -120,6 +132,13 @@ def attend_items(
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    window = None
+    if WINDOW != 0:
+        peak = tl.full((BLOCK_M,), NO_PEAK, tl.float32)
+        tail_at = sequences + sequence * SEQUENCE_COLUMNS + 6
+        # Positions are counted from the tail's first; its last row is the query's own.
+        first_seen = tl.load(tail_at, mask=is_row, other=0) - WINDOW
+        window = _window(tiles, places, run, first_row, first_seen, run < num_tiles * HEADS, HEADS)
     # Not "and": this decides what is compiled, and the next what is run.
     if BITS != 0:  # noqa: SIM102
         if run < num_tiles * HEADS:
@@ -135,8 +154,10 @@ def attend_items(
                 first_row,
                 rows,
                 scale_log2,
+                window,
                 HEADS=HEADS,
                 BITS=BITS,
+                SOFT_CAP=SOFT_CAP,
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_D=BLOCK_D,
                 BLOCK_N=BLOCK_N,
@@ -161,7 +182,9 @@ def attend_items(
         rows,
         row,
         scale_log2,
+        window,
         IS_CAUSAL=False,
+        SOFT_CAP=SOFT_CAP,
         HEAD_DIM=HEAD_DIM,
         BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N,
@@ -170,6 +193,19 @@ def attend_items(
     tl.store(part_peak + target, peak, mask=is_row)
     tl.store(part_mass + target, mass, mask=is_row)
     tl.store(part_out + target[:, None] * HEAD_DIM + column[None, :], acc, mask=is_kept)
+
+
+@triton.jit
+def _window(tiles, places, run, first_row, first_seen, is_context, HEADS: tl.constexpr):
+    """What ``softmax.in_window`` takes for rows ``first_row`` and on of a run."""
+    tile = run // HEADS
+    place = places + tile * PLACE_COLUMNS
+    starts = tl.load(tiles + tile * TILE_COLUMNS + 4, mask=is_context, other=0)
+    starts = starts.to(tl.pointer_type(tl.int32))
+    at = tl.load(starts + run % HEADS, mask=is_context, other=0) + first_row
+    positions = tl.load(place, mask=is_context, other=0).to(tl.pointer_type(tl.int32)) + at
+    end = tl.load(place + 1, mask=is_context, other=0)
+    return positions, is_context, tl.where(is_context, -end, first_row), first_seen
 
 
 @triton.jit
@@ -185,8 +221,10 @@ def _fold_quantized(
     first_row,
     rows,
     scale_log2,
+    window,
     HEADS: tl.constexpr,
     BITS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,6 +238,11 @@ def _fold_quantized(
     codes = tl.pointer_type(tl.uint8)
     half = tl.pointer_type(tl.float16)
     halves = scales + tile * SCALE_COLUMNS
+    mean = None
+    if BITS == 4:  # noqa: SIM102
+        if SOFT_CAP != 0.0:
+            k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
+            mean = mean_products(q_rows, k_mean, HEAD_DIM, BLOCK_D)
     peak, mass, acc = fold_codes(
         q_rows,
         peak,
@@ -213,14 +256,18 @@ def _fold_quantized(
         tl.load(halves + 3).to(half) + at,
         rows,
         scale_log2,
+        window,
+        mean,
         BITS=BITS,
+        SOFT_CAP=SOFT_CAP,
         HEAD_DIM=HEAD_DIM,
         BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N,
     )
-    if BITS == 4:
-        k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
-        peak += mean_logits(q_rows, k_mean, scale_log2, HEAD_DIM, BLOCK_D)
+    if BITS == 4:  # noqa: SIM102
+        if SOFT_CAP == 0.0:
+            k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
+            peak += mean_products(q_rows, k_mean, HEAD_DIM, BLOCK_D) * scale_log2
     return peak, mass, acc
 
 

@@ -15,17 +15,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvkeep_kernels._triton.codes import fold_codes, mean_logits
+from kvkeep_kernels._triton.codes import fold_codes, mean_products
 from kvkeep_kernels._triton.processors import addressable, processor_count
-from kvkeep_kernels._triton.softmax import LOG2_E, fold_run, tile_shape
-from kvkeep_kernels.layout import ContextRows, DenseKV, QuantizedKV
+from kvkeep_kernels._triton.softmax import LOG2_E, NO_PEAK, fold_run, tile_shape
+from kvkeep_kernels.layout import UNBOUNDED, ContextRows, DenseKV, LogitBounds, QuantizedKV
 
 PROGRAMS_PER_PROCESSOR = 2
 MERGED_ROWS = 16
 """Query rows that one merging program covers."""
 
 
-def launch(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> Tensor:
+def launch(
+    q: Tensor,
+    context: ContextRows,
+    tail: DenseKV,
+    *,
+    scale: float,
+    bounds: LogitBounds = UNBOUNDED,
+) -> Tensor:
     """Attend new tokens of one sequence.
 
     Shapes: q [num_q_heads, tokens, head_dim]; tail.k [num_kv_heads, tail_tokens, head_dim], the
@@ -46,6 +53,7 @@ def launch(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> T
     to_fill = PROGRAMS_PER_PROCESSOR * processor_count(q.device) // (tiles * heads)
     shares = max(1, min(useful, to_fill))
     widths = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
+    place = context.placement if bounds.window else None
     with torch.cuda.device_of(q):
         part_out = torch.empty(shares, rows, head_dim, dtype=torch.float32, device=q.device)
         part_peak = torch.empty(shares, rows, dtype=torch.float32, device=q.device)
@@ -57,7 +65,10 @@ def launch(q: Tensor, context: ContextRows, tail: DenseKV, *, scale: float) -> T
             *(part_out, part_peak, part_mass, tokens, tail.tokens, scale * LOG2_E),
             *(k.stride(0), v.stride(0), own_k.stride(0), own_v.stride(0)),
             *(own_k.stride(1), own_v.stride(1)),
+            *((None, None) if place is None else (place.positions, place.end)),
             **widths,
+            WINDOW=bounds.window or 0,
+            SOFT_CAP=bounds.soft_cap or 0.0,
             GROUP=group,
             BLOCK_M=block_m,
             BLOCK_N=shape.block_n,
@@ -81,7 +92,7 @@ def _halves(context: ContextRows) -> tuple[Tensor | None, ...]:
     return (None,) * 5
 
 
-@triton.jit(do_not_specialize=["tokens", "tail_tokens"])
+@triton.jit(do_not_specialize=["tokens", "tail_tokens", "end"])
 def attend_shares(
     q,
     context_k,
@@ -107,12 +118,16 @@ def attend_shares(
     tail_v_head_stride,
     tail_k_stride,
     tail_v_stride,
+    positions,
+    end,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """One program attends a tile of one head's query rows to one share of its context.
 
@@ -120,7 +135,8 @@ def attend_shares(
     heads * GROUP * tokens, HEAD_DIM], part_peak, part_mass [shares, heads * GROUP * tokens] fp32.
     The last share includes the tail. Strides are in elements. With 4 or 8 BITS the context is
     quantised: its rows are packed bytes, with the float16 of each row beside them, and with 4 a
-    k_mean [heads, HEAD_DIM].
+    k_mean [heads, HEAD_DIM]. A WINDOW of tokens, 0 for all, reads the positions of the context's
+    rows, and the tail's first row is at position ``end``.
     """
     head, share = tl.program_id(1), tl.program_id(2)
     shares = tl.num_programs(2)
@@ -133,6 +149,8 @@ def attend_shares(
     q_rows = tl.load(q + q_row[:, None] * HEAD_DIM + column[None, :], mask=is_kept, other=0.0)
     seen = tail_tokens - tokens + token + 1
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if WINDOW != 0:
+        peak = tl.full((BLOCK_M,), NO_PEAK, tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
@@ -140,6 +158,9 @@ def attend_shares(
     first = rows * share // shares
     at = tl.load(start + head) + first
     share_rows = (rows * (share + 1) // shares - first).to(tl.int32)
+    window = None
+    if WINDOW != 0:
+        window = (positions + at, True, -end, seen - WINDOW)
     if BITS == 0:
         peak, mass, acc = fold_run(
             q_rows,
@@ -153,12 +174,19 @@ def attend_shares(
             share_rows,
             seen,
             scale_log2,
+            window,
             IS_CAUSAL=False,
+            SOFT_CAP=SOFT_CAP,
             HEAD_DIM=HEAD_DIM,
             BLOCK_D=BLOCK_D,
             BLOCK_N=BLOCK_N,
         )
     else:
+        mean = None
+        # Not "and": each decides what is compiled.
+        if BITS == 4:  # noqa: SIM102
+            if SOFT_CAP != 0.0:
+                mean = mean_products(q_rows, k_mean + head * HEAD_DIM, HEAD_DIM, BLOCK_D)
         peak, mass, acc = fold_codes(
             q_rows,
             peak,
@@ -172,17 +200,23 @@ def attend_shares(
             v_zero + at,
             share_rows,
             scale_log2,
+            window,
+            mean,
             BITS=BITS,
+            SOFT_CAP=SOFT_CAP,
             HEAD_DIM=HEAD_DIM,
             BLOCK_D=BLOCK_D,
             BLOCK_N=BLOCK_N,
         )
-        if BITS == 4:
-            own_mean = k_mean + head * HEAD_DIM
-            peak += mean_logits(q_rows, own_mean, scale_log2, HEAD_DIM, BLOCK_D)
+        if BITS == 4:  # noqa: SIM102
+            if SOFT_CAP == 0.0:
+                own_mean = k_mean + head * HEAD_DIM
+                peak += mean_products(q_rows, own_mean, HEAD_DIM, BLOCK_D) * scale_log2
     if share == shares - 1:
         last_token = tl.minimum(((tl.program_id(0) + 1) * BLOCK_M - 1) // GROUP, tokens - 1)
         own_head = head.to(tl.int64)
+        if WINDOW != 0:
+            window = (positions, False, 0, seen - WINDOW)
         peak, mass, acc = fold_run(
             q_rows,
             peak,
@@ -195,7 +229,9 @@ def attend_shares(
             tail_tokens - tokens + last_token + 1,
             seen,
             scale_log2,
+            window,
             IS_CAUSAL=True,
+            SOFT_CAP=SOFT_CAP,
             HEAD_DIM=HEAD_DIM,
             BLOCK_D=BLOCK_D,
             BLOCK_N=BLOCK_N,

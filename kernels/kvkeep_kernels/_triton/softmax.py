@@ -17,6 +17,10 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
+
+NO_PEAK = tl.constexpr(-1e30)
+"""The first peak where a row may see no key of a run: then no difference of peaks is NaN."""
 
 
 class TileShape(NamedTuple):
@@ -71,7 +75,9 @@ def fold_run(
     rows,
     seen,
     scale_log2,
+    window,
     IS_CAUSAL: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -80,7 +86,8 @@ def fold_run(
 
     Shapes: q_rows, acc [BLOCK_M, BLOCK_D]; peak, mass, seen [BLOCK_M]; k and v point at row 0,
     and row n lies n * stride elements on (int64). Where IS_CAUSAL, row m sees keys below
-    ``seen[m]``, at least one of them within the first BLOCK_N.
+    ``seen[m]``, at least one of them within the first BLOCK_N. ``window`` as ``in_window`` takes
+    it, or None; SOFT_CAP as ``scaled_logits``.
     """
     column = tl.arange(0, BLOCK_D)
     is_column = column < HEAD_DIM
@@ -94,10 +101,13 @@ def fold_run(
             other=0.0,
         )
         # Not TF32 for fp32 inputs: three decimal digits are no fp32 result.
-        logits = tl.dot(q_rows, keys, input_precision="ieee") * scale_log2
+        products = tl.dot(q_rows, keys, input_precision="ieee")
+        logits = scaled_logits(products, scale_log2, SOFT_CAP)
         is_seen = is_row[None, :]
         if IS_CAUSAL:
             is_seen = is_seen & (key[None, :] < seen[:, None])
+        if window is not None:
+            is_seen = is_seen & in_window(key, is_row, window)
         logits = tl.where(is_seen, logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, axis=1))
         weights = tl.exp2(logits - new_peak[:, None])
@@ -112,3 +122,27 @@ def fold_run(
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
         peak = new_peak
     return peak, mass, acc
+
+
+@triton.jit
+def scaled_logits(products, scale_log2, SOFT_CAP: tl.constexpr):
+    """Logits in base 2, of ``SOFT_CAP * tanh(logit / SOFT_CAP)`` unless the cap is 0."""
+    logits = products * scale_log2
+    if SOFT_CAP != 0.0:
+        cap: tl.constexpr = SOFT_CAP * _LOG2_E
+        # tanh by way of an exponential, whose overflow is the right limit.
+        logits = cap - 2.0 * cap / (tl.exp2(logits * (2.0 / SOFT_CAP)) + 1.0)
+    return logits
+
+
+@triton.jit
+def in_window(key, is_row, window):
+    """Whether each row of the tile sees each key of a step: [BLOCK_M, BLOCK_N].
+
+    ``window``: a pointer to the positions of the run's rows, whether it has them (a tail's follow
+    from the keys), a number to be added to them, and what row m sees first [BLOCK_M].
+    """
+    positions, is_placed, shift, first_seen = window
+    position = tl.load(positions + key, mask=is_row & is_placed, other=0)
+    position = tl.where(is_placed, position, key) + shift
+    return position[None, :] >= first_seen[:, None]

@@ -28,11 +28,13 @@ ITEMS_PER_PROCESSOR = 2
 # length (addresses), first sequence, members. sequences: k, v (addresses), k and v head stride,
 # k and v token stride, tail tokens, tile. runs: k, v (addresses of row 0), k and v row stride,
 # first sequence, members. scales, of quantised tiles: k scale, k zero, v scale, v zero, k mean
-# (addresses of row 0; 0 for no mean); the row strides of such tiles are in bytes.
+# (addresses of row 0; 0 for no mean); the row strides of such tiles are in bytes. places, for
+# windows: positions (address of row 0; 0 for none), the position of a tail's first row.
 TILE_COLUMNS = tl.constexpr(8)
 SEQUENCE_COLUMNS = tl.constexpr(8)
 RUN_COLUMNS = tl.constexpr(6)
 SCALE_COLUMNS = tl.constexpr(5)
+PLACE_COLUMNS = tl.constexpr(2)
 _TAIL_TOKENS_COLUMN = 6
 
 
@@ -41,13 +43,15 @@ class DecodeTables:
     """Where a batch's rows are, as its kernels read it.
 
     Shapes: tiles [num_tiles, 8], sequences [num_sequences, 8], scales [num_tiles, 5], or no rows
-    of these without quantised contexts: int64, on the batch's device. ``bits`` of a number in the
-    contexts, 0 where those are not quantised. ``held`` keeps alive what the addresses point at.
+    of these without quantised contexts, places [num_tiles, 2]: int64, on the batch's device.
+    ``bits`` of a number in the contexts, 0 where those are not quantised. ``held`` keeps alive
+    what the addresses point at.
     """
 
     tiles: Tensor
     sequences: Tensor
     scales: Tensor
+    places: Tensor
     bits: int
     num_kv_heads: int
     block_m: int
@@ -82,6 +86,7 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
     tiles: list[int] = []
     sequences: list[int] = []
     scales: list[int] = []
+    places: list[int] = []
     held: list[Tensor] = []
     largest = num_tiles = num_sequences = 0
     for group in batch.groups:
@@ -95,6 +100,11 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
             tiles += [k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)]
             tiles += [start.data_ptr(), length.data_ptr(), num_sequences, len(tails)]
             scales += [0 if half is None else half.data_ptr() for half in halves]
+            if context.placement is None:
+                places += [0, 0]
+            else:
+                places += [context.placement.positions.data_ptr(), context.placement.end]
+                held.append(context.placement.positions)
             for tail in tails:
                 own_k, own_v = addressable(tail.k), addressable(tail.v)
                 held += [own_k, own_v]
@@ -103,14 +113,16 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
             num_sequences += len(tails)
             num_tiles += 1
             largest = max(largest, len(tails))
-    table = torch.tensor(tiles + sequences + scales, dtype=torch.int64)
+    table = torch.tensor(tiles + sequences + scales + places, dtype=torch.int64)
     if first.k.is_cuda:
         table = table.pin_memory().to(first.k.device, non_blocking=True)
-    of_tiles, of_sequences, of_scales = table.split([len(tiles), len(sequences), len(scales)])
+    lengths = [len(part) for part in (tiles, sequences, scales, places)]
+    of_tiles, of_sequences, of_scales, of_places = table.split(lengths)
     return DecodeTables(
         of_tiles.view(num_tiles, TILE_COLUMNS.value),
         of_sequences.view(num_sequences, SEQUENCE_COLUMNS.value),
         of_scales.view(-1, SCALE_COLUMNS.value),
+        of_places.view(num_tiles, PLACE_COLUMNS.value),
         bits,
         first.num_kv_heads,
         max(16, triton.next_power_of_2(largest * group_size)),

@@ -216,8 +216,8 @@ def test_the_work_list_covers_every_row_once_however_lengths_differ(
 
 
 MUTANTS = {
-    "dropped-scale": (softmax, '"ieee") * scale_log2', '"ieee") * 1.44'),
-    "natural-base": (softmax, "tl.exp2(logits", "tl.exp(logits"),
+    "dropped-scale": (softmax, "products * scale_log2", "products * 1.44"),
+    "natural-base": (softmax, "tl.exp2(logits - ", "tl.exp(logits - "),
     "mask-ignored": (softmax, "tl.where(is_seen, logits", "tl.where(key[None, :] >= 0, logits"),
     "state-not-decayed": (softmax, "acc = acc * decay[:, None]", "acc = acc * 1.0"),
     "merge-not-decayed": (decode, "acc = acc * decay +", "acc = acc +"),
@@ -238,8 +238,12 @@ QUANTISED_MUTANTS = {
     "v-scale-dropped": (codes, "codes * scales[:, None]", "codes"),
     "v-zero-dropped": (codes, " + zeros[:, None]).to", ").to"),
     "rows-behind-seen": (codes, "tl.where(is_row[None, :]", "tl.where(row[None, :] >= 0"),
-    "mean-dropped": (decode, "peak += mean_logits", "peak += 0 * mean_logits"),
-    "mean-of-another-head": (decode, "half) + head * HEAD_DIM", "half)"),
+    "mean-dropped": (decode, "peak += mean_products", "peak += 0 * mean_products"),
+    "mean-of-another-head": (
+        decode,
+        "+ head * HEAD_DIM\n            peak",
+        "\n            peak",
+    ),
     "scales-of-row-0": (decode, "tl.load(starts + head) + first_row", "first_row"),
     "scales-of-another-tile": (decode, "scales + tile * SCALE", "scales + 0 * SCALE"),
 }

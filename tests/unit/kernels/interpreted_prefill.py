@@ -141,7 +141,7 @@ def test_a_context_may_be_columns_of_a_wider_buffer() -> None:
 
 
 MUTANTS = {
-    "dropped-scale": (softmax, '"ieee") * scale_log2', '"ieee") * 1.44'),
+    "dropped-scale": (softmax, "products * scale_log2", "products * 1.44"),
     "causal-mask-ignored": (softmax, "if IS_CAUSAL:", "if False:"),
     "state-not-decayed": (softmax, "acc = acc * decay[:, None]", "acc = acc * 1.0"),
     "future-seen": (
@@ -160,8 +160,8 @@ MUTANTS = {
 
 
 QUANTISED_MUTANTS = {
-    "mean-dropped": ("peak += mean_logits", "peak += 0 * mean_logits"),
-    "mean-of-another-head": ("k_mean + head * HEAD_DIM", "k_mean"),
+    "mean-dropped": ("peak += mean_products", "peak += 0 * mean_products"),
+    "mean-of-another-head": ("own_mean = k_mean + head * HEAD_DIM", "own_mean = k_mean"),
     "scales-of-row-0": ("k_scale + at,", "k_scale,"),
 }
 

@@ -5,33 +5,18 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import triton
 
 from kvkeep_kernels._triton import decode, work_list
-from kvkeep_kernels._triton.softmax import tile_shape
 from kvkeep_kernels.layout import DecodeBatch, DecodeGroup
 
+from ...support import kernel_builds
 from ...support.ragged_values import dense, ragged
-from ...support.triton_aot import (
-    DTYPE_NAMES,
-    SHARED_BYTES_MAX,
-    TARGETS,
-    compile_for,
-    run_interpreted,
-)
-
-PARTS = {"part_out": "*fp32", "part_peak": "*fp32", "part_mass": "*fp32"}
+from ...support.triton_aot import SHARED_BYTES_MAX, TARGETS, run_interpreted
 
 
 @pytest.mark.interpreter
 def test_the_interpreted_kernels_equal_the_oracle() -> None:
     run_interpreted(Path(__file__).with_name("interpreted_decode.py"))
-
-
-def sizes(head_dim: int, block_m: int) -> dict[str, object]:
-    block_d = triton.next_power_of_2(head_dim)
-    tile = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m}
-    return {"HEADS": 8, "GROUP": 4, **tile}
 
 
 # A tile that is full, and one of the fewest rows; fp32 where it is nearest to spilling; contexts
@@ -57,23 +42,7 @@ CONFIGURATIONS = [
 def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
     target: str, dtype: torch.dtype, head_dim: int, rows: int | None, bits: int
 ) -> None:
-    shape = tile_shape(head_dim, dtype, bits)
-    code = compile_for(
-        target,
-        decode.attend_items,
-        {
-            "q": f"*{DTYPE_NAMES[dtype]}",
-            **dict.fromkeys(("tiles", "scales", "runs"), "*i64"),
-            "items": "*i32",
-            **PARTS,
-            "num_tiles": "i32",
-            "num_slots": "i32",
-            "scale_log2": "fp32",
-        },
-        {**sizes(head_dim, rows or shape.block_m_max), "BLOCK_N": shape.block_n, "BITS": bits},
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-    )
+    code = kernel_builds.attend_items(target, dtype, head_dim, rows=rows, bits=bits)
     assert code.spills == 0
     assert code.shared_bytes <= SHARED_BYTES_MAX
     # An fp32 product of full precision has no matrix instruction on NVIDIA.
@@ -84,27 +53,8 @@ def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_planning_and_merging_compile_without_spills(target: str) -> None:
-    numbers = {"num_tiles": "i32", "num_runs": "i32", "num_slots": "i32"}
-    tables = {"tiles": "*i64", "sequences": "*i64"}
-    plan = compile_for(
-        target,
-        work_list.plan_items,
-        {**tables, "runs": "*i64", "indptr": "*i32", "items": "*i32", **numbers},
-        {
-            "HEADS": 8,
-            "CONTEXT_BYTES": 1,
-            "TAIL_BYTES": 2,
-            "BLOCK_N": 64,
-            "RUNS": 256,
-            "SLOTS": 512,
-        },
-    )
-    merge = compile_for(
-        target,
-        decode.merge_items,
-        {**tables, "indptr": "*i32", **PARTS, "out": "*bf16", "num_tiles": "i32"},
-        {**sizes(256, 64), "BLOCK_I": decode.MERGED_ITEMS},
-    )
+    plan = kernel_builds.plan_items(target)
+    merge = kernel_builds.merge_items(target, head_dim=256)
     assert (plan.spills, merge.spills) == (0, 0)
 
 
