@@ -1,22 +1,18 @@
 """Attention over ragged context rows and dense tails, merged by log-sum-exp.
 
 Every function splits the keys into parts, attends to each part alone, and merges the partial
-outputs exactly. On a CPU a part is one call of torch's flash attention, the only stock kernel
-that also returns its log-sum-exp; rows of the query group are folded into query rows, because
-one query row per call is several times slower there. Quantised rows are multiplied as codes,
-block by block; scales and zeros meet the products, never the rows.
-
-Source: FlashDecoding split-K; the merge is FlashInfer's "recursive attention".
+outputs exactly. Where torch serves, ``cpu_attention`` attends to plain rows. Quantised rows are
+multiplied as codes, block by block; scales and zeros meet the products, never the rows.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvkeep_kernels import bounded
+from kvkeep_kernels import bounded, cpu_attention
 from kvkeep_kernels.backend import uses_triton
+from kvkeep_kernels.cpu_attention import Attended, flash
 from kvkeep_kernels.layout import (
     UNBOUNDED,
     ContextRows,
@@ -34,16 +30,6 @@ from kvkeep_kernels.quantize import unpacked
 
 _CODE_ROWS = 2048
 """Quantised rows that are floats at a time: a block of K, or of V, stays in a core's cache."""
-
-
-class Attended(NamedTuple):
-    """An attention output and its log-sum-exp.
-
-    Shapes: out [num_q_heads, tokens, head_dim] in q's dtype; lse [num_q_heads, tokens] fp32.
-    """
-
-    out: Tensor
-    lse: Tensor
 
 
 def ragged_decode(
@@ -188,6 +174,8 @@ def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float, bounds: LogitBou
 def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     """The CPU path of one group: the context for all members at once, then tail by tail."""
     context = group.context
+    if isinstance(context, RaggedKV):
+        return cpu_attention.decode(q, group, scale)
     members, num_q_heads, head_dim = q.shape
     group_size = num_q_heads // context.num_kv_heads
     # [heads, members * group, d]: one tile of query rows per KV head.
@@ -207,6 +195,8 @@ def _decode_group(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
 
 def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attended:
     """Attend [heads, rows, d] query rows to each head's own run; empty heads get lse = -inf."""
+    if isinstance(context, RaggedKV):
+        return cpu_attention.over_runs(by_head, context, scale)
     heads, rows, _ = by_head.shape
     out = torch.zeros_like(by_head)
     lse = torch.full((heads, rows), -torch.inf, device=by_head.device)
@@ -214,13 +204,9 @@ def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attend
     for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length:
             run = slice(start, start + length)
-            if isinstance(context, RaggedKV):
-                k, v = context.k[None, run], context.v[None, run]
-                part = _flash(by_head[head, None], k, v, scale)
-            else:
-                part = _over_codes(by_head[head, None].float(), context, run, scale)
+            part = _over_codes(by_head[head, None].float(), context, run, scale)
             out[head], lse[head] = part.out[0], part.lse[0]
-    if isinstance(context, QuantizedKV) and context.k_mean is not None:
+    if context.k_mean is not None:
         # The same for every row of a head: no weight changes among them, but that of the part.
         lse += scale * torch.einsum("hrd,hd->hr", by_head.float(), context.k_mean.float())
     return Attended(out, lse)
@@ -261,31 +247,15 @@ def _causal_parts(q: Tensor, tail: DenseKV, scale: float) -> list[Attended]:
     shape = (num_kv_heads, grouped.shape[1], tokens, head_dim)
     k = tail.k[:, None, earlier:].expand(shape)
     v = tail.v[:, None, earlier:].expand(shape)
-    out, lse = _flash_call(grouped, k, v, scale, is_causal=True)
-    parts.append(Attended(out.flatten(0, 1), lse.flatten(0, 1)))
+    own = flash(grouped, k, v, scale, is_causal=True)
+    parts.append(Attended(own.out.flatten(0, 1), own.lse.flatten(0, 1)))
     return parts
 
 
 def _flash(rows: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
     """Unmasked attention of [heads, rows, d] over [heads, keys, d]."""
-    out, lse = _flash_call(rows[None], k[None], v[None], scale, is_causal=False)
-    return Attended(out[0], lse[0])
-
-
-def _flash_call(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, scale=scale
-        )
-    else:
-        logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-        if is_causal:
-            logits.masked_fill_(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -torch.inf)
-        lse = torch.logsumexp(logits, dim=-1)
-        out = torch.matmul(torch.exp(logits - lse[..., None]), v.float()).to(q.dtype)
-    return out, lse
+    found = flash(rows[None], k[None], v[None], scale)
+    return Attended(found.out[0], found.lse[0])
 
 
 def _unfold(part: Attended, num_q_heads: int, tokens: int) -> Attended:
