@@ -20,7 +20,7 @@ from kvkeep_service.policies.kvzip import (
     RepeatPrompts,
     chunk_tokens,
 )
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Quantization, Span
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, Normalization, Quantization, Span
 from kvkeep_storage.documents import DocumentBody
 from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 
@@ -102,7 +102,12 @@ class Planner:
         evicts = compression.policy != "none" and is_long and not bool(protected.all())
         chunk = chunk_tokens(compression.scoring, total, info.max_positions)
         policy = (
-            KVzip(self._prompts, scoring=compression.scoring, chunk_tokens=chunk)
+            KVzip(
+                self._prompts,
+                scoring=compression.scoring,
+                chunk_tokens=chunk,
+                normalization=compression.normalization,
+            )
             if evicts
             else None
         )
@@ -124,6 +129,7 @@ class Planner:
             ratio=body.ratio,
             scoring="exact" if body.scoring == "exact" else "local",
             quantization=_stored_quantization(body.quantization),
+            normalization=_stored_normalization(body.normalization),
         )
         return self.plan(tenant, document, compression, body.prefix_text)
 
@@ -140,6 +146,9 @@ class Planner:
         parameters: dict[str, str | int | float] = {}
         if policy is not None:
             parameters = {"scoring": compression.scoring, "chunk_tokens": policy.chunk_tokens}
+            # Not named when it is "none": so are caches of versions that knew no other.
+            if compression.normalization != "none":
+                parameters["normalization"] = compression.normalization
         return Fingerprint(
             model=identity.model,
             weights_digest=identity.weights_digest,
@@ -173,6 +182,14 @@ def _check_quantization(quantization: Quantization, head_dim: int) -> None:
             "compression.quantization",
             f"int4 needs heads of an even width, and this model's have {head_dim}",
         )
+
+
+def _stored_normalization(name: str) -> Normalization:
+    match name:
+        case "none" | "kvzip_plus" as known:
+            return known
+        case unknown:
+            raise InvalidRequest("compression.normalization", f"{unknown!r} is not known here")
 
 
 def _stored_quantization(name: str) -> Quantization:

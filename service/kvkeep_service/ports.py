@@ -39,6 +39,7 @@ class DocumentSpec:
 class CompressionSpec:
     """How the KV cache is to be compressed. ``ratio`` is the fraction kept, in (0, 1].
 
+    ``normalization``: what scores are multiplied by.
     ``quantization``: how many bits a number of what is kept takes; "none" leaves it as it is.
     """
 
@@ -46,6 +47,7 @@ class CompressionSpec:
     ratio: float = 0.3
     scoring: Scoring = "local"
     quantization: Quantization = "none"
+    normalization: Normalization = "none"
 
 
 @dataclass(frozen=True, slots=True)

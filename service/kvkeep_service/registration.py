@@ -187,4 +187,5 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
+        normalization=wanted.compression.normalization,
     )

@@ -43,8 +43,9 @@ class DocumentBody(BaseModel):
     policy: str
     ratio: Annotated[float, Field(gt=0, le=1)]
     scoring: str
-    # Not written when it is "none": so are documents of versions that knew no other.
+    # Not written when they are "none": so are documents of versions that knew no other.
     quantization: str = "none"
+    normalization: str = "none"
 
 
 class _MirrorBody(BaseModel):

@@ -60,6 +60,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         scoring="exact",
         allow_lossy=True,
         quantization="int8",
+        normalization="kvzip_plus",
         expires_after=ExpiresAfter(60),
     )
     assert calls.CreateOptions.__annotations__.keys() - _sent(call) == {
@@ -68,6 +69,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         "scoring",
         "allow_lossy",
         "quantization",
+        "normalization",
     }
     ContextCreate.model_validate_json(call.body or b"")
 

@@ -26,6 +26,7 @@ class CreateOptions(TypedDict, total=False):
     """What may be said about a context besides its document.
 
     ``ratio`` is the fraction of the KV cache to keep; below 0.15 only with ``allow_lossy``.
+    ``normalization`` is what scores are multiplied by.
     ``quantization`` is how many bits a number of what is kept takes, "none" as many as before.
     ``protect`` has half-open character spans of the document that are never evicted.
     ``expires_after`` None means never; left out, the server's default holds.
@@ -41,6 +42,7 @@ class CreateOptions(TypedDict, total=False):
     scoring: Literal["auto", "exact", "local"]
     allow_lossy: bool
     quantization: Literal["none", "int8", "int4"]
+    normalization: Literal["none", "kvzip_plus"]
     expires_after: ExpiresAfter | None
 
 
@@ -66,7 +68,7 @@ class QueryOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, object]
 
 
-_COMPRESSION = ("ratio", "policy", "scoring", "allow_lossy", "quantization")
+_COMPRESSION = ("ratio", "policy", "scoring", "allow_lossy", "quantization", "normalization")
 
 
 def create_context(

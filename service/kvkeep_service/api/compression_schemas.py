@@ -51,8 +51,8 @@ class Compression(Strict):
     """Highest accepted loss in nats per token; not supported yet: only null is accepted."""
     scoring: Literal["auto", "exact", "local"] = "auto"
     """Scoring "exact" is KVzip as published, "local" its linear-time variant; "auto" is local."""
-    normalization: Annotated[Literal["none", "kvzip_plus"], only("none")] = "none"
-    """How scores are made comparable; not supported yet: only "none" is accepted."""
+    normalization: Literal["none", "kvzip_plus"] = "none"
+    """With "kvzip_plus" attention is weighed by what values add to the hidden state."""
     quantization: Annotated[
         Literal["none", "int8", "int4", "fp8"], only("none", "int8", "int4")
     ] = "none"
@@ -65,11 +65,13 @@ class Compression(Strict):
                 raise InvalidRequest("compression.ratio", 'policy "none" keeps everything: 1.0')
             if self.scoring != "auto":
                 raise InvalidRequest("compression.scoring", 'policy "none" scores nothing')
+            if self.normalization != "none":
+                raise InvalidRequest("compression.normalization", 'policy "none" scores nothing')
             return CompressionSpec("none", 1.0, "local", self._quantization)
         ratio = DEFAULT_RATIO if self.ratio is None else self.ratio
         check_ratio("compression.ratio", ratio, allow_lossy=self.allow_lossy)
         scoring: Scoring = "exact" if self.scoring == "exact" else "local"
-        return CompressionSpec("kvzip", ratio, scoring, self._quantization)
+        return CompressionSpec("kvzip", ratio, scoring, self._quantization, self.normalization)
 
     @property
     def _quantization(self) -> Quantization:

@@ -16,7 +16,6 @@ REFUSED = {
         "tokens": "null",
         "neighbours": "0",
         "max_loss": "null",
-        "normalization": '"none"',
     },
     "Query": {
         "questions": "null",

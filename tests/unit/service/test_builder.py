@@ -175,6 +175,18 @@ async def test_a_higher_ratio_is_a_new_generation_that_keeps_older_cuts(
     ).status == "ready"
 
 
+async def test_a_cache_scored_by_kvzip_plus_is_built_beside_the_plain_one(
+    bench: Workbench,
+) -> None:
+    bench.builder.start()
+    plain = await bench.build(SHORT, CompressionSpec(ratio=0.3))
+    plus = await bench.build(SHORT, CompressionSpec(ratio=0.3, normalization="kvzip_plus"))
+    assert plus.cache_id != plain.cache_id
+    rows, other = (await bench.load(plus, None)).rows, (await bench.load(plain, None)).rows
+    with pytest.raises(AssertionError):
+        assert_equal_rows(rows, other)
+
+
 async def test_a_ratio_between_the_cuts_of_a_larger_cache_gets_a_cut_of_its_own(
     bench: Workbench,
 ) -> None:

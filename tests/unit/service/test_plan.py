@@ -74,6 +74,7 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         digest(document=replace(SHORT, protect=(Span(0, 1),))),
         digest(compression=CompressionSpec(policy="none")),
         digest(compression=CompressionSpec(scoring="exact")),
+        digest(compression=CompressionSpec(normalization="kvzip_plus")),
         digest(compression=CompressionSpec(quantization="int8")),
         digest(compression=CompressionSpec(quantization="int4")),
         digest(by=Planner(other_weights)),

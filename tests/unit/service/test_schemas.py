@@ -29,7 +29,6 @@ UNSUPPORTED_COMPRESSION = [
     ("tokens", 500),
     ("neighbours", 2),
     ("max_loss", 0.01),
-    ("normalization", "kvzip_plus"),
     ("quantization", "fp8"),
 ]
 
@@ -267,6 +266,10 @@ def test_spans_count_characters_not_bytes() -> None:
         ({"ratio": 0.05, "allow_lossy": True}, CompressionSpec("kvzip", 0.05, "local")),
         ({"policy": "none"}, CompressionSpec("none", 1.0, "local")),
         ({"policy": "none", "ratio": 1.0}, CompressionSpec("none", 1.0, "local")),
+        (
+            {"normalization": "kvzip_plus"},
+            CompressionSpec("kvzip", 0.3, "local", normalization="kvzip_plus"),
+        ),
         ({"quantization": "int4"}, CompressionSpec("kvzip", 0.3, "local", "int4")),
         ({"policy": "none", "quantization": "int8"}, CompressionSpec("none", 1, "local", "int8")),
     ],
@@ -284,6 +287,7 @@ def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) ->
         ({"ratio": 0}, "compression.ratio"),
         ({"policy": "none", "ratio": 0.3}, "compression.ratio"),
         ({"policy": "none", "scoring": "exact"}, "compression.scoring"),
+        ({"policy": "none", "normalization": "kvzip_plus"}, "compression.normalization"),
     ],
 )
 def test_compression_that_cannot_be_is_refused(body: dict[str, Any], field: str) -> None:

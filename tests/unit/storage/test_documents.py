@@ -78,6 +78,13 @@ async def test_a_document_names_its_quantisation_only_when_it_has_one(objects: O
         assert (await get_document(objects, KEY)).quantization == kind
 
 
+async def test_a_document_names_its_normalisation_only_when_it_has_one(objects: Objects) -> None:
+    for kind, is_named in (("none", False), ("kvzip_plus", True)):
+        await put_document(objects, KEY, a_document(normalization=kind))
+        assert (b"normalization" in await objects.get(KEY.body)) == is_named
+        assert (await get_document(objects, KEY)).normalization == kind
+
+
 async def test_a_missing_document_is_not_found(objects: Objects) -> None:
     with pytest.raises(NotFound):
         await get_document(objects, KEY)
