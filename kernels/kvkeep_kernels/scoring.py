@@ -28,7 +28,7 @@ class PlusFactors(NamedTuple):
 
     Shapes: value_norm [num_q_heads, columns] fp32, the norm of what a column's value becomes in
     the output projection of a query head; hidden_norm [rows] fp32, above 0, the norm of the
-    hidden state that a row's attention reads.
+    hidden state that a row's attention reads, or inf for a row that shall not count.
     """
 
     value_norm: Tensor

@@ -167,7 +167,9 @@ class _PlusNorms:
 
     def see(self, _: int, hidden: Tensor) -> None:
         """Take what the next layer's attention reads, [1, rows, hidden]. Modifies itself."""
-        self._hidden_norm = torch.linalg.vector_norm(hidden[0], dim=-1, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(hidden[0], dim=-1, dtype=torch.float32)
+        # A token whose embedding is zero, such as padding, would count infinitely: not at all.
+        self._hidden_norm = norm.masked_fill(norm == 0.0, torch.inf)
 
     def factors(self, layer: int, values: Tensor) -> PlusFactors:
         """Those of the rows last seen and of a chunk's values [num_kv_heads, chunk, head_dim]."""

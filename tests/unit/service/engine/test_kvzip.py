@@ -178,6 +178,16 @@ def test_a_build_hands_back_control_after_every_bounded_piece() -> None:
     assert len(list(itertools.filterfalse(None, per_item))) == model.shape.num_layers
 
 
+def test_a_token_without_a_hidden_state_does_not_decide_what_kvzip_plus_keeps() -> None:
+    document = random_document(70, seed=3)
+    stock = stock_model("llama")
+    with torch.no_grad():
+        stock.model.embed_tokens.weight[document.ids[9]] = 0.0
+    scores = our_scores(engine_model(stock), document, "local", "kvzip_plus")
+    assert torch.isfinite(scores).all()
+    assert (scores > 0).all()
+
+
 def test_kvzip_plus_leaves_nothing_behind_on_the_model() -> None:
     model = engine_model(stock_model("llama"))
     our_scores(model, random_document(70), "local", "kvzip_plus")
