@@ -185,7 +185,6 @@ def test_a_token_without_a_hidden_state_does_not_decide_what_kvzip_plus_keeps() 
         stock.model.embed_tokens.weight[document.ids[9]] = 0.0
     scores = our_scores(engine_model(stock), document, "local", "kvzip_plus")
     assert torch.isfinite(scores).all()
-    assert (scores > 0).all()
 
 
 def test_kvzip_plus_leaves_nothing_behind_on_the_model() -> None:
