@@ -1,5 +1,7 @@
 """The command ``kvkeep-server``: serve, and the few things an operator does by hand."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +16,15 @@ app.add_typer(admin, name="admin")
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line, and end the process with its exit code."""
+    try:
+        app()
+    except SystemExit as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: a thread of obstore whose request was given up panics, at length, when it comes
+        # back to an interpreter that is being taken down.
+        os._exit(end.code if isinstance(end.code, int) else 0)
 
 
 @app.command()
