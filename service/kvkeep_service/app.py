@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -28,6 +29,7 @@ from kvkeep_service.upkeep import Upkeep
 from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.errors import StoreMismatch
+from kvkeep_storage.retries import retrying
 from kvkeep_storage.sweeper import Sweeper
 
 _log = structlog.get_logger(__name__)
@@ -42,7 +44,7 @@ async def running_application(
 ) -> AsyncIterator[tuple[FastAPI, LocalWorker]]:
     """The HTTP application with its worker and upkeep running behind it."""
     try:
-        await bind_if_new(stores.objects, stores.metadata)
+        await retrying(partial(bind_if_new, stores.objects, stores.metadata))
     except StoreMismatch as error:
         # Such stores still serve what they can; health says so, and upkeep stands still.
         _log.error(

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
@@ -13,6 +14,9 @@ from kvkeep_storage.errors import ObjectsUnavailable
 from ...support.s3_servers import S3Server
 from ...support.server import server_environment, start_command
 from ...support.servers import silence, unused_url
+
+if TYPE_CHECKING:
+    from kvkeep_service.engine.model import LoadedModel
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
 
@@ -54,6 +58,25 @@ async def test_faults_are_loud_and_only_there_when_asked_for(tmp_path: Path) -> 
             await stores.objects.put("x", b"1")
             assert await stores.objects.get("x") != b"1"
     assert [(line["event"], line["log_level"]) for line in loud] == [("faults_injected", "warning")]
-    with capture_logs(), pytest.raises(ObjectsUnavailable, match="injected"):
-        async with open_stores(Settings(data=tmp_path / "c", faults="error=1")):
-            pass
+
+
+async def test_faults_on_purpose_do_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+    with capture_logs():
+        async with open_stores(Settings(data=tmp_path / "a", faults="error=1,lost=1")) as stores:
+            with pytest.raises(ObjectsUnavailable, match="injected"):
+                await stores.objects.get("x")
+
+
+async def test_a_failing_read_at_the_start_is_tried_again(
+    tmp_path: Path, tiny: "LoadedModel"
+) -> None:
+    from kvkeep_service.app import running_application
+
+    # With this seed a listing fails at first.
+    settings = Settings(data=tmp_path / "a", faults="error=0.3,seed=6")
+    with capture_logs():
+        async with (
+            open_stores(settings) as stores,
+            running_application(settings, tiny, stores),
+        ):
+            assert await stores.metadata.store_id() is not None
