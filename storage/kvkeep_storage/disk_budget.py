@@ -202,6 +202,8 @@ class DiskBudget:
         """
         with self._mutex:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            # It may be removed as a whole, under a running process as well.
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(self._root / "usage", flags, 0o600)
             try:
                 deadline = time.monotonic() + _LOCK_SECONDS
@@ -229,7 +231,9 @@ def _looked_at(path: Path) -> DiskFile:
 
 
 def _names(root: Path, prefix: str) -> list[str]:
-    return [entry.name for entry in os.scandir(root) if entry.name.startswith(prefix)]
+    with suppress(FileNotFoundError):
+        return [entry.name for entry in os.scandir(root) if entry.name.startswith(prefix)]
+    return []
 
 
 def _read_number(descriptor: int) -> int | None:

@@ -289,6 +289,20 @@ async def test_a_directory_that_is_removed_meanwhile_is_made_again(
     assert [path.name for path in copies(disk)] == ["kv-01.safetensors"]
 
 
+async def test_a_directory_that_is_gone_when_it_is_looked_after_is_no_trouble(
+    objects: CountedObjects, open_tier: OpenTier, disk: Path
+) -> None:
+    tier = open_tier(objects)
+    await read(tier, SLAB, 0, 4304)
+    await settled(tier)
+    shutil.rmtree(disk)
+    await tier.reclaim()
+    assert (tier.stats().errors, tier.stats().size_bytes) == (0, 0)
+    assert await read(tier, KEY.slab(1), 0, 4304) == CONTENT[::-1]
+    await settled(tier)
+    assert [path.name for path in copies(disk)] == ["kv-01.safetensors"]
+
+
 async def test_a_disk_that_writes_slowly_does_not_hold_up_the_load(
     objects: CountedObjects, open_tier: OpenTier, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
