@@ -103,6 +103,7 @@ class RedisLink:
             # The message may quote a part of the password.
             reason = "it cannot be read; are all special characters of the password encoded?"
             raise Invalid("redis url", reason) from None
+        _check_options(pool, options)
         return cls(Redis.from_pool(pool), timeout_seconds)
 
     async def close(self) -> None:
@@ -230,6 +231,22 @@ def _options(timeout_seconds: float) -> dict[str, Any]:
         # Text from outside may hold a lone surrogate; it must not break a record.
         "encoding_errors": "surrogatepass",
     }
+
+
+def _check_options(pool: ConnectionPool, options: Mapping[str, Any]) -> None:
+    """Refuse options of a URL that are none, or that what is promised here rests on.
+
+    Raises: Invalid, without repeating any of it.
+    """
+    if any(pool.connection_kwargs[name] != value for name, value in options.items()):
+        raise Invalid("redis url", f"these are not to be set: {', '.join(sorted(options))}")
+    try:
+        # Sends nothing; only making a connection tells which options there are.
+        pool.make_connection()  # type: ignore[no-untyped-call]  # unannotated there
+    except (TypeError, ValueError, RedisError):
+        raise Invalid(
+            "redis url", "an option after ? is none of redis-py, or has no such value"
+        ) from None
 
 
 def _cluster(address: ClusterAddress, options: Mapping[str, Any]) -> RedisCluster:

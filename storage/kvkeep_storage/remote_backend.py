@@ -46,6 +46,7 @@ _NO_SPACE = frozenset(
 )
 _NO_STORE = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _REFUSED = frozenset({401, 403})
+_NO_REQUEST = "no request can be made of the AWS_ variables: does a value end in a line break?"
 _WRITING = re.compile(r"performing (?:PUT|POST) ")
 # Where a process on a cloud's machine asks for credentials when the environment has none.
 _INSTANCE_CREDENTIALS = "/latest/api/token"
@@ -229,6 +230,11 @@ def _translated(key: str) -> Iterator[None]:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key) from None
     except (BaseError, FileNotFoundError) as error:
         raise _translate(error, key) from None
+    except Exception as error:
+        # Over what cannot stand in a request; the class is nowhere to be imported from.
+        if type(error).__name__ != "RustPanic":
+            raise
+        raise RemoteTrouble(_NO_REQUEST, attempts=ATTEMPTS) from None
 
 
 def _translate(error: BaseError | FileNotFoundError, key: str) -> OSError | EOFError:

@@ -4,6 +4,7 @@ Credentials never stand in a URL. What is refused here is refused without being 
 that a password written in the wrong place goes no further.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,8 @@ Checksum = Literal["sha256", "crc64nvme"]
 S3_OPTIONS = ("endpoint", "region", "path_style", "checksum", "anonymous")
 _CHECKSUMS: tuple[Checksum, ...] = ("sha256", "crc64nvme")
 _FIELD = "objects_url"
+# What stands in a host name or a path as it is.
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def parse_store_url(url: str) -> StoreUrl:
 def _s3(bucket: str, path: str, query: str, fragment: str) -> S3Url:
     if "@" in bucket:
         raise Invalid(_FIELD, "credentials belong in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
-    if not bucket or ":" in bucket or fragment:
+    if not _NAME.fullmatch(bucket) or fragment:
         raise Invalid(_FIELD, "a bucket is written s3://bucket/prefix")
     prefix = path.strip("/")
     if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
@@ -113,6 +116,8 @@ def _options(query: str) -> dict[str, str]:
             raise Invalid(_FIELD, f"there is no option {name!r}; there are {known}")
         if name in options or not value:
             raise Invalid(_FIELD, f"the option {name!r} needs exactly one value")
+        if not (value.isascii() and value.isprintable()):
+            raise Invalid(_FIELD, f"the value of {name!r} cannot stand in a request")
         options[name] = value
     return options
 

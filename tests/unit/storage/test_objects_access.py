@@ -103,6 +103,19 @@ async def test_without_credentials_it_is_said_which_to_set(
 
 
 @pytest.mark.parametrize(
+    "name", ["AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL"]
+)
+async def test_what_cannot_stand_in_a_request_is_said_and_not_repeated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a file of a secret gives it.
+    monkeypatch.setenv(name, "secret-word\n")
+    with pytest.raises(ObjectsUnavailable, match="does a value end in a line break") as refused:
+        await Objects.open("s3://bucket/prefix").check(deadline_seconds=8)
+    assert "secret-word" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("path_style", "asked"),
     [
         ("true", "http://s3.test:9000/bucket/prefix/a/x"),

@@ -41,6 +41,8 @@ def test_a_url_means_one_store(url: str, meaning: LocalUrl | S3Url | OtherUrl) -
         ("s3:///a", "s3://bucket/prefix"),
         ("s3://bucket:9000/a", "s3://bucket/prefix"),
         ("s3://bucket/a#b", "s3://bucket/prefix"),
+        ("s3://a bucket/a", "s3://bucket/prefix"),
+        ("s3://bucket?region=eu%0A", "the value of 'region' cannot stand in a request"),
         ("s3://bucket/a//b", "no empty part"),
         ("s3://bucket/a/../b", "no empty part"),
         (
