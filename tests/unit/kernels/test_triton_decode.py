@@ -19,6 +19,11 @@ def test_the_interpreted_kernels_equal_the_oracle() -> None:
     run_interpreted(Path(__file__).with_name("interpreted_decode.py"))
 
 
+@pytest.mark.interpreter
+def test_a_step_reads_each_kept_row_once_however_many_share_it() -> None:
+    run_interpreted(Path(__file__).with_name("interpreted_bytes.py"))
+
+
 # A tile that is full, and one of the fewest rows; fp32 where it is nearest to spilling; contexts
 # of 4 bits everywhere, as they take more registers than those of 8.
 CONFIGURATIONS = [
