@@ -34,8 +34,10 @@ serve: install
 demo: install
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# Two processes, a file of tests in one of them: many tests wait for servers, and torch has one
+# thread in each.
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # 300 kills at random moments: make soak ARGS="--seed 7" repeats a run.
 soak: install
