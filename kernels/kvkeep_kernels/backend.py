@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from kvkeep_kernels import stock_flash
 from kvkeep_kernels.layout import KernelUnavailable
 from kvkeep_kernels.self_test import ProbeFailure, run_probes
 
@@ -27,7 +28,8 @@ OVERRIDE_VARIABLE = "KVKEEP_KERNELS"
 class BackendReport:
     """Which kernels serve a device, as health shows it.
 
-    reason: one clause for people. failures: the probes that kept Triton from serving.
+    reason: one clause for people. failures: the probes that kept Triton from serving, or, beside
+    Triton, torch's own kernels from serving dense attention.
     """
 
     backend: Literal["torch", "triton"]
@@ -67,7 +69,13 @@ def backend_report(device: torch.device) -> BackendReport:
     failures = run_probes(device)
     if failures:
         return BackendReport("torch", str(device), "the Triton self-test failed", failures)
-    return BackendReport("triton", str(device), "the Triton self-test passed")
+    passed = "the Triton self-test passed"
+    dense = stock_flash.failure(device) if device.type == "cuda" else None
+    if dense is not None:
+        failure = ProbeFailure("dense_prefill", dense)
+        reason = f"{passed}; dense attention makes whole logits: {dense}"
+        return BackendReport("triton", str(device), reason, (failure,))
+    return BackendReport("triton", str(device), passed)
 
 
 def _obstacle(device: torch.device) -> str | None:

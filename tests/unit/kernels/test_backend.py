@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvkeep_kernels import backend, self_test
+from kvkeep_kernels import backend, self_test, stock_flash
 from kvkeep_kernels.backend import OVERRIDE_VARIABLE, backend_report, uses_triton
 from kvkeep_kernels.layout import KernelUnavailable
 from kvkeep_kernels.self_test import ProbeFailure
@@ -41,8 +41,21 @@ def test_a_cpu_is_served_by_torch_and_says_why() -> None:
 
 def test_a_gpu_that_passes_is_served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "run_probes", lambda _: ())
+    monkeypatch.setattr(stock_flash, "failure", lambda _: None)
     assert uses_triton(GPU)
-    assert backend_report(GPU).device == "cuda:0"
+    report = backend_report(GPU)
+    assert (report.device, report.is_healthy) == ("cuda:0", True)
+
+
+def test_a_gpu_whose_dense_attention_fails_keeps_triton_and_shows_the_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "run_probes", lambda _: ())
+    monkeypatch.setattr(stock_flash, "failure", lambda _: "no such kernel")
+    report = backend_report(GPU)
+    assert (report.backend, report.is_healthy) == ("triton", False)
+    assert report.failures == (ProbeFailure("dense_prefill", "no such kernel"),)
+    assert report.reason.endswith("dense attention makes whole logits: no such kernel")
 
 
 @pytest.mark.parametrize("asked", ["", "triton"])
