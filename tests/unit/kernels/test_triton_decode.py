@@ -6,11 +6,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from kvkeep_kernels import attention
 from kvkeep_kernels._triton import decode, work_list
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup
+from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, LogitBounds
 
 from ...support import kernel_builds
-from ...support.ragged_values import dense, ragged
+from ...support.ragged_values import dense, placed, ragged
 from ...support.triton_aot import SHARED_BYTES_MAX, TARGETS, run_interpreted
 
 
@@ -85,19 +86,21 @@ def test_a_step_is_three_launches_of_fixed_shape_that_never_wait(
     monkeypatch.setattr(work_list, "plan_items", plan)
     monkeypatch.setattr(decode, "attend_items", attend)
     monkeypatch.setattr(decode, "merge_items", merge)
-    batches = []
-    for lengths in ([1, 3], [700, 0]):
-        context, other = ragged(lengths, 64, seed=1), ragged([2, 2], 64, seed=2)
+    monkeypatch.setattr(attention, "uses_triton", lambda _: True)
+    # A context's own check reads its lengths, when the context is made and not at a step.
+    pairs = [
+        [placed(ragged(lengths, 64, seed), 900) for seed, lengths in enumerate((own, [2, 2]))]
+        for own in ([1, 3], [700, 0])
+    ]
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    for context, other in pairs:
         groups = (
             DecodeGroup(context, (dense(2, 1, 64), dense(2, 5, 64))),
             DecodeGroup(other, (dense(2, 9, 64),)),
         )
-        batches.append(DecodeBatch(groups))
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
-    for batch in batches:
-        q = torch.randn(3, 6, 64)
-        decode.launch(q, work_list.tabulate(batch, group_size=3), scale=1.0)
+        q, bounds = torch.randn(3, 6, 64), LogitBounds(window=7)
+        attention.ragged_decode_batch(q, DecodeBatch(groups), scale=1.0, bounds=bounds)
     assert [len(launched.grids) for launched in (plan, attend, merge)] == [2, 2, 2]
     for launched in (plan, attend, merge):
         assert launched.grids[0] == launched.grids[1]

@@ -1,11 +1,17 @@
 """Triton's prefill: right in the interpreter, and without spills on absent GPUs."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
+from kvkeep_kernels import attention
+from kvkeep_kernels._triton import prefill
+from kvkeep_kernels.layout import LogitBounds
+
 from ...support import kernel_builds
+from ...support.ragged_values import dense, placed, ragged
 from ...support.triton_aot import SHARED_BYTES_MAX, TARGETS, run_interpreted
 
 
@@ -33,6 +39,26 @@ def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
     assert code.shared_bytes <= SHARED_BYTES_MAX
     # An fp32 product of full precision has no matrix instruction on NVIDIA.
     assert code.matrix_instructions > 0 or dtype == torch.float32
+
+
+def refuse(*_: object, **__: object) -> NoReturn:
+    pytest.fail("the host waits for the device")
+
+
+def test_a_question_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *_, **__: None
+
+    for name in ("attend_shares", "merge_shares"):
+        monkeypatch.setattr(prefill, name, Idle())
+    monkeypatch.setattr(attention, "uses_triton", lambda _: True)
+    context, tail = placed(ragged([700, 0], 64, seed=1), 900), dense(2, 9, 64)
+    q, bounds = torch.randn(6, 5, 64), LogitBounds(window=7)
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    out = attention.ragged_prefill(q, context, tail, scale=1.0, bounds=bounds)
+    assert out.shape == q.shape
 
 
 @pytest.mark.parametrize("target", TARGETS)
