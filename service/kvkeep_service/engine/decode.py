@@ -169,7 +169,9 @@ class _DecodePass:
         for index, sequence in enumerate(sequences):
             groups.setdefault(id(sequence.context), []).append(index)
         self._groups = list(groups.values())
-        self._order = [index for members in self._groups for index in members]
+        order = [index for members in self._groups for index in members]
+        # Copying rows into the order they are in costs as much as a part of the attention.
+        self._order = None if order == sorted(order) else torch.tensor(order)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, one token each. Modifies the tails."""
@@ -179,6 +181,8 @@ class _DecodePass:
             tails = (self._sequences[m].tail.write(layer, k[m], v[m]) for m in members)
             groups.append(DecodeGroup(rows, tuple(tails)))
         batch = DecodeBatch(tuple(groups))
+        if self._order is None:
+            return ragged_decode_batch(q[:, :, 0], batch, scale=scale)[:, :, None]
         out = torch.empty_like(q)
         out[self._order, :, 0] = ragged_decode_batch(q[self._order, :, 0], batch, scale=scale)
         return out

@@ -30,6 +30,7 @@ from kvkeep_service.engine.gguf import (
     converted_directory,
     quiet_progress,
 )
+from kvkeep_service.engine.one_row import multiply_single_rows_as_vectors
 from kvkeep_service.engine.template import ChatTemplate
 from kvkeep_service.ports import KernelsInfo, ModelInfo
 from kvkeep_service.start_errors import ModelUnavailable, ModelUnsupported, SettingsInvalid
@@ -155,6 +156,8 @@ def load_model(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     model.to(where).eval()
+    if where.type == "cpu" and kind is torch.bfloat16:
+        multiply_single_rows_as_vectors(model)
     template = ChatTemplate(tokenizer, model=reference)
     info = ModelInfo(
         name=reference if reference == BUNDLED else Path(reference).name or reference,
