@@ -1,6 +1,7 @@
 """Plain transformers, as a user would run it: the denominator of every ratio."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,24 @@ class StockModel:
         with torch.inference_mode():
             for piece in ids.split(chunk_tokens or ids.shape[1], dim=1):
                 self._model.model(input_ids=piece, cache=cache, use_cache=True)
+
+    def step_over(self, tokens: int) -> Callable[[], None]:
+        """What reads one more token after a cache of ``tokens`` random rows, which it makes."""
+        config = self._model.config
+        heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            k, v = torch.randn(2, 1, heads, tokens, head_dim).to(self._model.dtype)
+            cache.update(k, v, layer)
+        token = torch.tensor([[100]])
+
+        def step() -> None:
+            self._model(input_ids=token, past_key_values=cache, use_cache=True)
+
+        return step
 
     def generate(self, ids: Tensor, tokens: int, chunk_tokens: int | None) -> Generated:
         """Answer ids [1, tokens] greedily with ``generate``, never stopping early.
