@@ -204,23 +204,28 @@ def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attend
     for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if length:
             run = slice(start, start + length)
-            part = _over_codes(by_head[head, None].float(), context, run, scale)
+            mean = None if context.k_mean is None else context.k_mean[head].float()
+            part = _over_codes(by_head[head, None].float(), context, run, mean, scale)
             out[head], lse[head] = part.out[0], part.lse[0]
-    if context.k_mean is not None:
-        # The same for every row of a head: no weight changes among them, but that of the part.
-        lse += scale * torch.einsum("hrd,hd->hr", by_head.float(), context.k_mean.float())
     return Attended(out, lse)
 
 
-def _over_codes(q: Tensor, context: QuantizedKV, run: slice, scale: float) -> Attended:
-    """Attend [1, rows, d] fp32 to one head's run, but for its channel means; fp32."""
+def _over_codes(
+    q: Tensor, context: QuantizedKV, run: slice, mean: Tensor | None, scale: float
+) -> Attended:
+    """Attend [1, rows, d] fp32 to one head's run and its channel means [d]; fp32."""
     q_sum = q.sum(dim=-1, keepdim=True)
+    q_mean = None if mean is None else torch.matmul(q, mean)[..., None]
     parts = []
     for first in range(run.start, run.stop, _CODE_ROWS):
         block = slice(first, min(first + _CODE_ROWS, run.stop))
         k_codes = unpacked(context.k[block], context.bits).float()
-        logits = torch.matmul(q, k_codes.T).mul_(context.k_scale[block].float())
-        logits = logits.add_(q_sum * context.k_zero[block].float()).mul_(scale)
+        k_scale = context.k_scale[block].float()
+        logits = torch.matmul(q, k_codes.T).mul_(k_scale.abs())
+        logits.add_(q_sum * context.k_zero[block].float())
+        if q_mean is not None:
+            logits.add_(q_mean * (k_scale > 0))
+        logits.mul_(scale)
         lse = torch.logsumexp(logits, dim=-1)
         weights = logits.sub_(lse[..., None]).exp_()
         zeros = torch.matmul(weights, context.v_zero[block].float())

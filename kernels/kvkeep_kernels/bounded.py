@@ -80,9 +80,10 @@ def _head(context: ContextRows, head: int) -> tuple[Tensor, Tensor, Tensor]:
     k, v = context.k[run], context.v[run]
     if not isinstance(context, QuantizedKV):
         return k.float(), v.float(), positions
-    keys = unpacked(k, context.bits).float() * context.k_scale[run, None].float()
+    scale = context.k_scale[run, None].float()
+    keys = unpacked(k, context.bits).float() * scale.abs()
     keys += context.k_zero[run, None].float()
     if context.k_mean is not None:
-        keys += context.k_mean[head].float()
+        keys += (scale > 0) * context.k_mean[head].float()
     values = unpacked(v, context.bits).float() * context.v_scale[run, None].float()
     return keys, values + context.v_zero[run, None].float(), positions

@@ -148,7 +148,8 @@ class QuantizedKV:
     Shapes: k, v uint8 [rows, head_dim * bits / 8], contiguous; k_scale, k_zero, v_scale, v_zero
     [rows] float16; start, length as there. With 4 bits, byte j of a row holds channel 2 j in
     its low half and channel 2 j + 1 in its high half, and k_mean [num_kv_heads, head_dim]
-    float16 is to be added to every row of K; with 8 there is none.
+    float16 is to be added to rows of K, but for those of a negative scale, whose size counts;
+    with 8 there is none, and no scale is negative.
     ``dtype`` is what its queries and tails are in: the dtype that was quantised.
     """
 

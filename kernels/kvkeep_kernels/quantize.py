@@ -3,9 +3,11 @@
 A number is ``zero + scale * code``. Zero is rounded down to float16 and scale up, before the
 codes are chosen, so that they reach every number of the row, to half a scale.
 
-Keys have channels that are large in every row, which leave 4 bits nothing for the others:
-each head's channel means are subtracted first. A query's product with them is one number for
-all rows of a head, which attention adds to that part's log-sum-exp.
+Keys have channels that are large in nearly every row, which leave 4 bits nothing for the others:
+each head's channel means are subtracted first, from the rows that this leaves the smaller scale.
+The others are few and matter: the tokens that much attention sinks into are not like the mean. A
+row of K without the means has a negative scale, whose size counts. A query's product with the
+means is one number for all rows of a head.
 
 Source: per-token asymmetric quantisation as in KIVI; key centring as in SmoothAttention and KVzip.
 """
@@ -46,9 +48,10 @@ def quantize_kv(rows: RaggedKV, bits: Literal[4, 8], k_mean: Tensor | None = Non
     if int(rows.length.sum()) != len(rows.k):
         raise ShapeError("length", rows.length.tolist(), f"adding to all {len(rows.k)} rows")
     k = rows.k.float()
-    if k_mean is not None:
-        k = k - torch.repeat_interleave(k_mean.float(), rows.length, dim=0)
     keys = _quantize("k", k, bits)
+    if k_mean is not None:
+        means = torch.repeat_interleave(k_mean.float(), rows.length, dim=0)
+        keys = _smaller(_quantize("k - k_mean", k - means, bits), keys)
     values = _quantize("v", rows.v.float(), bits)
     return QuantizedKV(
         bits=bits,
@@ -95,6 +98,16 @@ def _quantize(name: str, rows: Tensor, bits: Literal[4, 8]) -> _QuantizedRows:
     if bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
     return _QuantizedRows(codes, scale16, zero)
+
+
+def _smaller(centred: _QuantizedRows, plain: _QuantizedRows) -> _QuantizedRows:
+    """Each row in the form of the smaller scale; that of a plain one is negative."""
+    is_centred = centred.scale <= plain.scale
+    return _QuantizedRows(
+        torch.where(is_centred[:, None], centred.codes, plain.codes),
+        torch.where(is_centred, centred.scale, -plain.scale),
+        torch.where(is_centred, centred.zero, plain.zero),
+    )
 
 
 def _rounded_down(values: Tensor) -> Tensor:

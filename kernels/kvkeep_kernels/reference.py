@@ -34,10 +34,11 @@ def head_rows(context: ContextRows, head: int) -> tuple[Tensor, Tensor]:
     if isinstance(context, QuantizedKV):
         if context.bits == 4:
             k, v = (torch.stack([x % 16, x // 16], dim=-1).flatten(1) for x in (k, v))
-        k = k * context.k_scale[run, None].float() + context.k_zero[run, None].float()
+        scale = context.k_scale[run, None].float()
+        k = k * scale.abs() + context.k_zero[run, None].float()
         v = v * context.v_scale[run, None].float() + context.v_zero[run, None].float()
         if context.k_mean is not None:
-            k = k + context.k_mean[head].float()
+            k = k + torch.where(scale > 0, context.k_mean[head].float(), 0.0)
     return k, v
 
 

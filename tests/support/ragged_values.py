@@ -20,11 +20,19 @@ def ragged(
 
 
 def quantized(rows: RaggedKV, bits: int) -> ContextRows:
-    """The rows in ``bits`` a number, or as they are with 0; the channel means are random."""
+    """The rows in ``bits`` a number, or as they are with 0.
+
+    With 4 every other row of K is shifted by channel means, so that some rows lose them and
+    some do not.
+    """
     if bits == 0:
         return rows
-    means = torch.randn(rows.num_kv_heads, rows.head_dim).half() if bits == 4 else None
-    return quantize_kv(rows, bits, means)
+    if bits == 8:
+        return quantize_kv(rows, 8)
+    means = torch.randn(rows.num_kv_heads, rows.head_dim).mul(3).half()
+    shift = torch.repeat_interleave(means.float(), rows.length, dim=0)
+    shift[1::2] = 0
+    return quantize_kv(replace(rows, k=rows.k + shift.to(rows.k.dtype)), 4, means)
 
 
 def placed(rows: RaggedKV, tokens: int) -> RaggedKV:

@@ -36,11 +36,11 @@ def fold_codes(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Fold rows 0 to ``rows`` into the state of every row of the tile, but for channel means.
+    """Fold rows 0 to ``rows`` into the state of every row of the tile.
 
     Shapes: q_rows, acc [BLOCK_M, BLOCK_D]; peak, mass [BLOCK_M]; k, v point at row 0 of packed
-    rows, the others at the float16 of row 0. ``window`` and SOFT_CAP as in ``fold_run``. A cap
-    has to see the whole logit: then ``mean`` is what ``mean_products`` gives, else None.
+    rows, the others at the float16 of row 0. ``window`` and SOFT_CAP as in ``fold_run``.
+    ``mean`` is what ``mean_products`` gives, None where rows have no channel means.
     """
     q_sum = tl.sum(q_rows.to(tl.float32), axis=1)
     for first in range(0, rows, BLOCK_N):
@@ -51,9 +51,10 @@ def fold_codes(
         zeros = tl.load(k_zero + row, mask=is_row, other=0.0).to(tl.float32)
         # Not TF32 for fp32 inputs: three decimal digits are no fp32 result.
         products = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
-        products = products * scales[None, :] + q_sum[:, None] * zeros[None, :]
+        products = products * tl.abs(scales)[None, :] + q_sum[:, None] * zeros[None, :]
         if mean is not None:
-            products += mean[:, None]
+            # A negative scale is that of a row without channel means.
+            products += tl.where(scales[None, :] > 0.0, mean[:, None], 0.0)
         logits = scaled_logits(products, scale_log2, SOFT_CAP)
         is_seen = is_row[None, :]
         if window is not None:

@@ -239,10 +239,9 @@ def _fold_quantized(
     half = tl.pointer_type(tl.float16)
     halves = scales + tile * SCALE_COLUMNS
     mean = None
-    if BITS == 4:  # noqa: SIM102
-        if SOFT_CAP != 0.0:
-            k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
-            mean = mean_products(q_rows, k_mean, HEAD_DIM, BLOCK_D)
+    if BITS == 4:
+        k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
+        mean = mean_products(q_rows, k_mean, HEAD_DIM, BLOCK_D)
     peak, mass, acc = fold_codes(
         q_rows,
         peak,
@@ -264,10 +263,6 @@ def _fold_quantized(
         BLOCK_D=BLOCK_D,
         BLOCK_N=BLOCK_N,
     )
-    if BITS == 4:  # noqa: SIM102
-        if SOFT_CAP == 0.0:
-            k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
-            peak += mean_products(q_rows, k_mean, HEAD_DIM, BLOCK_D) * scale_log2
     return peak, mass, acc
 
 

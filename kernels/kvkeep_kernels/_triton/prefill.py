@@ -183,10 +183,8 @@ def attend_shares(
         )
     else:
         mean = None
-        # Not "and": each decides what is compiled.
-        if BITS == 4:  # noqa: SIM102
-            if SOFT_CAP != 0.0:
-                mean = mean_products(q_rows, k_mean + head * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        if BITS == 4:
+            mean = mean_products(q_rows, k_mean + head * HEAD_DIM, HEAD_DIM, BLOCK_D)
         peak, mass, acc = fold_codes(
             q_rows,
             peak,
@@ -208,10 +206,6 @@ def attend_shares(
             BLOCK_D=BLOCK_D,
             BLOCK_N=BLOCK_N,
         )
-        if BITS == 4:  # noqa: SIM102
-            if SOFT_CAP == 0.0:
-                own_mean = k_mean + head * HEAD_DIM
-                peak += mean_products(q_rows, own_mean, HEAD_DIM, BLOCK_D) * scale_log2
     if share == shares - 1:
         last_token = tl.minimum(((tl.program_id(0) + 1) * BLOCK_M - 1) // GROUP, tokens - 1)
         own_head = head.to(tl.int64)

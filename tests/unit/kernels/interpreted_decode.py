@@ -233,17 +233,15 @@ MUTANTS = {
 
 QUANTISED_MUTANTS = {
     "nibbles-swapped": (codes, "(packed & 0xF, packed >> 4)", "(packed >> 4, packed & 0xF)"),
-    "k-scale-dropped": (codes, "products * scales[None, :]", "products"),
+    "k-scale-dropped": (codes, "products * tl.abs(scales)[None, :]", "products"),
     "k-zero-dropped": (codes, " + q_sum[:, None] * zeros[None, :]", ""),
     "v-scale-dropped": (codes, "codes * scales[:, None]", "codes"),
     "v-zero-dropped": (codes, " + zeros[:, None]).to", ").to"),
-    "rows-behind-seen": (codes, "tl.where(is_row[None, :]", "tl.where(row[None, :] >= 0"),
-    "mean-dropped": (decode, "peak += mean_products", "peak += 0 * mean_products"),
-    "mean-of-another-head": (
-        decode,
-        "+ head * HEAD_DIM\n            peak",
-        "\n            peak",
-    ),
+    "rows-behind-seen": (codes, "is_seen = is_row[None, :]", "is_seen = row[None, :] >= 0"),
+    "mean-dropped": (decode, "mean = mean_products", "mean = 0 * mean_products"),
+    "mean-for-every-row": (codes, "scales[None, :] > 0.0", "scales[None, :] != 0.0"),
+    "sign-kept": (codes, "tl.abs(scales)", "scales"),
+    "mean-of-another-head": (decode, "to(half) + head * HEAD_DIM", "to(half)"),
     "scales-of-row-0": (decode, "tl.load(starts + head) + first_row", "first_row"),
     "scales-of-another-tile": (decode, "scales + tile * SCALE", "scales + 0 * SCALE"),
 }

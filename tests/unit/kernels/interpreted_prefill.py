@@ -160,8 +160,8 @@ MUTANTS = {
 
 
 QUANTISED_MUTANTS = {
-    "mean-dropped": ("peak += mean_products", "peak += 0 * mean_products"),
-    "mean-of-another-head": ("own_mean = k_mean + head * HEAD_DIM", "own_mean = k_mean"),
+    "mean-dropped": ("mean = mean_products", "mean = 0 * mean_products"),
+    "mean-of-another-head": ("k_mean + head * HEAD_DIM", "k_mean"),
     "scales-of-row-0": ("k_scale + at,", "k_scale,"),
 }
 

@@ -93,7 +93,7 @@ def test_a_value_that_no_scale_can_hold_is_refused(name: str, bad: float, bits: 
 
 def test_keys_that_their_mean_carries_out_of_range_are_refused() -> None:
     mean = torch.full((1, 64), -60_000.0, dtype=torch.float16)
-    with pytest.raises(OutOfRange, match=r"^k: "):
+    with pytest.raises(OutOfRange, match=r"^k - k_mean: "):
         quantize_kv(one_head(torch.full((1, 64), 60_000.0)), 4, mean)
 
 
@@ -117,6 +117,18 @@ def test_each_head_loses_its_own_channel_means() -> None:
         error = (back - shifted.head_rows(head)[0]).abs().max()
         # Sixteen steps over the few numbers left, not over the far means.
         assert error < 8 / 15
+
+
+def test_a_row_that_is_not_like_the_mean_keeps_its_own_small_scale() -> None:
+    mean = torch.randn(1, 64) * 50
+    rows = torch.randn(4, 64) + mean
+    rows[2] = torch.randn(64) * 0.1
+    found = quantize_kv(one_head(rows), 4, mean.half())
+    assert (found.k_scale > 0).tolist() == [True, True, False, True]
+    back, _ = reference.head_rows(found, 0)
+    scale = found.k_scale.abs().float()[:, None]
+    assert ((back - rows).abs() <= scale / 2 * 1.001 + 1e-4).all()
+    assert scale[2] < 1 / 15
 
 
 def test_the_channel_mean_is_that_of_every_token() -> None:
