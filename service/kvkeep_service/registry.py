@@ -123,7 +123,7 @@ class Registry:
     async def contexts(self, tenant: str, wanted: Filter) -> Page:
         """List contexts, expired ones that are not swept yet included.
 
-        Raises: RecordsForeign, rather than to show an empty list of what Redis has lost.
+        Raises: RecordsForeign, rather than to show a list without what Redis has lost.
         """
         page = await self._stores.metadata.contexts(
             tenant,
@@ -133,8 +133,7 @@ class Registry:
             status=wanted.status,
             metadata=wanted.metadata or {},
         )
-        if not page.records:
-            await self._lookup.check_binding()
+        await self._lookup.check_binding()
         return page
 
     async def document(self, tenant: str, context_id: str) -> DocumentSpec:

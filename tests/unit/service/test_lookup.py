@@ -177,8 +177,11 @@ async def test_a_flushed_redis_is_no_reason_to_say_that_there_is_no_such_context
             await registry.open_query(TENANT, missed, None)
         with pytest.raises(RecordsForeign):
             await registry.change(TENANT, missed, Changes("name", UNSET, UNSET))
-    with pytest.raises(RecordsForeign):
-        await registry.contexts(TENANT, Filter())
+    for _ in range(2):
+        with pytest.raises(RecordsForeign):
+            await registry.contexts(TENANT, Filter())
+        # A list that shows what came since, and nothing else, is no better than an empty one.
+        await registry.register(TENANT, WANTED)
     assert (told.value.code, told.value.retryable) == ("metadata_unavailable", True)
     assert (await registry.health())["store"] == "degraded"
     await stores.metadata.bind_store("another")
@@ -187,7 +190,7 @@ async def test_a_flushed_redis_is_no_reason_to_say_that_there_is_no_such_context
     await stores.metadata.bind_store(str(await stores.objects.find_store_id()))
     with pytest.raises(ContextNotFound):
         await registry.context(TENANT, unknown)
-    assert (await registry.contexts(TENANT, Filter())).records == ()
+    assert len((await registry.contexts(TENANT, Filter())).records) == 2
 
 
 async def test_a_redis_that_reads_and_refuses_writes_answers_and_is_not_called_healthy(
