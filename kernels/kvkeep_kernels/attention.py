@@ -72,6 +72,8 @@ def ragged_decode_batch(
         check_bounds(group.context, bounds)
     if uses_triton(q.device):
         return _launch_decode(q, batch, scale, bounds)
+    if len(batch.groups) == 1 and bounds == UNBOUNDED:
+        return _decode_group(q, batch.groups[0], scale)
     sizes = [len(group.tails) for group in batch.groups]
     pieces = zip(torch.split(q, sizes), batch.groups, strict=True)
     if bounds != UNBOUNDED:

@@ -48,20 +48,20 @@ def decode(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     context = group.context
     assert isinstance(context, RaggedKV)
     heads, members = context.num_kv_heads, len(group.tails)
-    head_dim = q.shape[2]
-    grouped = q.reshape(members, heads, -1, head_dim)
-    shared = _over_segments(grouped.transpose(0, 1).reshape(heads, -1, head_dim), context, scale)
+    grouped = q.reshape(members, heads, -1, q.shape[2])
+    by_head = grouped[0] if members == 1 else grouped.transpose(0, 1).flatten(1, 2)
     own = [
-        flash(grouped[None, member], tail.k[None], tail.v[None], scale)
-        for member, tail in enumerate(group.tails)
+        flash(rows[None], tail.k[None], tail.v[None], scale)
+        for rows, tail in zip(grouped.unbind(), group.tails, strict=True)
     ]
-    # [heads, parts, members * group]: the tails are one part more.
-    out, lse = torch.cat([part.out for part in own]), torch.cat([part.lse for part in own])
-    rows = (heads, 1, grouped.shape[2] * members)
-    outs = torch.cat([shared.out, out.transpose(0, 1).reshape(*rows, head_dim)], dim=1)
-    lses = torch.cat([shared.lse, lse.transpose(0, 1).reshape(rows)], dim=1)
-    merged = _joined(outs, lses).reshape(heads, members, -1, head_dim)
-    return merged.transpose(0, 1).reshape(q.shape)
+    tails = own[0]
+    if members > 1:
+        out = torch.cat([part.out for part in own], dim=2)
+        tails = Attended(out, torch.cat([part.lse for part in own], dim=2))
+    merged = _joined(*_over_segments(by_head, context, scale, tails))
+    if members == 1:
+        return merged.reshape(q.shape)
+    return merged.unflatten(1, (members, -1)).transpose(0, 1).reshape(q.shape)
 
 
 def over_runs(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:
@@ -101,26 +101,35 @@ def flash(
     return Attended(torch.matmul(torch.exp(logits - lse[..., None]), v.float()).to(q.dtype), lse)
 
 
-def _over_segments(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:
-    """As ``over_runs``, not merged yet: out [heads, parts, rows, d], lse [heads, parts, rows]."""
-    _, rows, head_dim = by_head.shape
+def _over_segments(
+    by_head: Tensor, context: RaggedKV, scale: float, tails: Attended | None = None
+) -> Attended:
+    """As ``over_runs``, not merged yet: out [heads, parts, rows, d], lse [heads, parts, rows].
+
+    ``tails``: what the same rows [1, heads, rows, d] found in tails, which becomes one part more.
+    """
+    heads, rows, head_dim = by_head.shape
     found = segments(context)
-    parts = max(1 if run is None else run.k.shape[1] for run in found)
+    count = max(1 if run is None else run.k.shape[1] for run in found)
+    queries = by_head[:, None].expand(heads, count, rows, head_dim).chunk(heads)
+    own_outs = tails.out.chunk(heads, dim=1) if tails else ()
+    own_lses = tails.lse.chunk(heads, dim=1) if tails else ()
     outs, lses = [], []
     for head, run in enumerate(found):
-        if run is None:
-            out = by_head.new_zeros(1, parts, rows, head_dim)
-            lse = torch.full((1, parts, rows), -torch.inf, device=by_head.device)
-        else:
-            q = by_head[head].expand(1, run.k.shape[1], rows, head_dim)
-            out, lse = flash(q, run.k, run.v, scale, run.mask)
-            if run.k.shape[1] < parts:
-                missing = parts - run.k.shape[1]
-                out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing))
-                lse = torch.nn.functional.pad(lse, (0, 0, 0, missing), value=-torch.inf)
-        outs.append(out)
-        lses.append(lse)
-    return Attended(torch.cat(outs), torch.cat(lses))
+        present = 0 if run is None else run.k.shape[1]
+        if run is not None:
+            part = flash(queries[head][:, :present], run.k, run.v, scale, run.mask)
+            outs.append(part.out)
+            lses.append(part.lse)
+        if present < count:
+            shape = (1, count - present, rows)
+            outs.append(by_head.new_zeros(*shape, head_dim))
+            lses.append(torch.full(shape, -torch.inf, device=by_head.device))
+        outs += own_outs[head : head + 1]
+        lses += own_lses[head : head + 1]
+    # One list for all heads: of the calls in a layer, those on small tensors cost the most.
+    out, lse = torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+    return Attended(out.view(heads, -1, rows, head_dim), lse.view(heads, -1, rows))
 
 
 def segments(context: RaggedKV) -> Sequence[HeadSegments | None]:

@@ -115,7 +115,7 @@ class RaggedKV:
     @property
     def num_kv_heads(self) -> int:
         """Heads that own a run."""
-        return len(self.start)
+        return self.start.shape[0]
 
     @property
     def head_dim(self) -> int:
@@ -190,7 +190,7 @@ class QuantizedKV:
     @property
     def num_kv_heads(self) -> int:
         """Heads that own a run."""
-        return len(self.start)
+        return self.start.shape[0]
 
     @property
     def head_dim(self) -> int:
