@@ -130,8 +130,10 @@ def scaled_logits(products, scale_log2, SOFT_CAP: tl.constexpr):
     logits = products * scale_log2
     if SOFT_CAP != 0.0:
         cap: tl.constexpr = SOFT_CAP * _LOG2_E
-        # tanh by way of an exponential, whose overflow is the right limit.
-        logits = cap - 2.0 * cap / (tl.exp2(logits * (2.0 / SOFT_CAP)) + 1.0)
+        # tanh by way of an exponential that cannot overflow.
+        power = tl.exp2(-tl.abs(logits) * (2.0 / SOFT_CAP))
+        size = cap * (1.0 - power) / (1.0 + power)
+        logits = tl.where(logits < 0.0, -size, size)
     return logits
 
 

@@ -26,6 +26,10 @@ def test_a_bounded_step_equals_the_oracle(case: BoundedCase) -> None:
         case.check()
 
 
+def test_logits_far_beyond_a_cap_are_the_cap() -> None:
+    BoundedCase(((70,),), (1,), LogitBounds(soft_cap=0.01), group_size=1).check()
+
+
 @pytest.mark.parametrize("bits", [0, 4])
 def test_a_tail_longer_than_its_window_and_a_context_out_of_sight(bits: int) -> None:
     # Whole items of the tail, and all of the context, are seen by nobody.
