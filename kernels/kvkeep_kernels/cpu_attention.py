@@ -61,7 +61,8 @@ def decode(q: Tensor, group: DecodeGroup, scale: float) -> Tensor:
     merged = _joined(*_over_segments(by_head, context, scale, tails))
     if members == 1:
         return merged.reshape(q.shape)
-    return merged.unflatten(1, (members, -1)).transpose(0, 1).reshape(q.shape)
+    by_member = merged.reshape(heads, members, -1, q.shape[2])
+    return by_member.transpose(0, 1).reshape(q.shape)
 
 
 def over_runs(by_head: Tensor, context: RaggedKV, scale: float) -> Attended:
