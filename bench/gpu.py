@@ -8,24 +8,26 @@ whose figures mean nothing.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final, Literal
 
 import torch
 import triton
 from kvkeep_bench.gpu_checks import run_checks
 from kvkeep_bench.gpu_clock import Clock, OutOfTime, Step
+from kvkeep_bench.gpu_dense import dense_ways
 from kvkeep_bench.gpu_values import LLAMA_8B, Shape, Values
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep_kernels import attention, compaction, scoring
 from kvkeep_kernels._triton import decode, work_list
 from kvkeep_kernels.backend import backend_report
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DecodeBatch, DecodeGroup, DenseKV
 
 _TAIL_TOKENS = 64
+_BITS: Final[tuple[Literal[4, 8], ...]] = (8, 4)
 # Operands of one graph exceed the cache of an H200 (50 MB) several times.
 _COLD_BYTES = 400 * 2**20
 
@@ -163,12 +165,35 @@ class Bench:
         self._report.add(f"- select {layers} x {shape.num_kv_heads} x {tokens}: {select:.2f} ms")
         self._report.add(f"- gather of one layer: {gather:.3f} ms, {rate:.2f} of copy (bar ≥ 0.7)")
 
+    def quantized(self) -> None:
+        """The same over codes, against plain rows at the same ratio."""
+        self._report.add()
+        self._report.add("## Decode over int8 and int4, ratio 0.3, one layer, one step")
+        self._report.add()
+        self._report.add("| tokens | batch | bits | ms | / plain rows | bytes/s of copy |")
+        self._report.add("|---|---|---|---|---|---|")
+        for tokens in (64,) if self._small else (32768, 131072):
+            for batch in (1,) if self._small else (1, 16):
+                plain, _, _ = self._ragged(LLAMA_8B, tokens, batch, True, 0.3)
+                for bits in _BITS:
+                    took, _, read = self._ragged(LLAMA_8B, tokens, batch, True, 0.3, bits)
+                    self._report.add(
+                        f"| {tokens} | {batch} shared | {bits} | {took:.4f} | {took / plain:.3f} "
+                        f"| {read / took * 1e3 / self._copy_rate:.2f} |"
+                    )
+
     def _ragged(
-        self, shape: Shape, tokens: int, batch: int, is_shared: bool, ratio: float
+        self,
+        shape: Shape,
+        tokens: int,
+        batch: int,
+        is_shared: bool,
+        ratio: float,
+        bits: Literal[4, 8] | None = None,
     ) -> tuple[float, float, int]:
         """Milliseconds captured, milliseconds launched from the host, and bytes read once."""
         q = self._values.queries(shape, batch)
-        contexts = self._contexts(shape, tokens, ratio, 1 if is_shared else batch)
+        contexts = self._contexts(shape, tokens, ratio, 1 if is_shared else batch, bits)
         tails = tuple(self._values.dense(shape, _TAIL_TOKENS) for _ in range(batch))
         if is_shared:
             batches = [DecodeBatch((DecodeGroup(context, tails),)) for context in contexts]
@@ -187,9 +212,19 @@ class Bench:
         read = sum(group.context.size_bytes for group in batches[0].groups)
         return took, launched, read
 
-    def _contexts(self, shape: Shape, tokens: int, ratio: float, batch: int = 1) -> list[RaggedKV]:
+    def _contexts(
+        self,
+        shape: Shape,
+        tokens: int,
+        ratio: float,
+        batch: int = 1,
+        bits: Literal[4, 8] | None = None,
+    ) -> Sequence[ContextRows]:
         lengths = self._values.lengths(shape, tokens, ratio)
-        count = batch * self._copies(shape, round(tokens * ratio * batch))
+        size = ratio if bits is None else ratio * bits / 16
+        count = batch * self._copies(shape, round(tokens * size * batch))
+        if bits is not None:
+            return [self._values.quantized(shape, lengths, bits) for _ in range(count)]
         return [self._values.context(shape, lengths) for _ in range(count)]
 
     def _copies(self, shape: Shape, tokens: int) -> int:
@@ -212,30 +247,13 @@ class Bench:
         q = self._values.normal(batch, shape.num_q_heads, 1, shape.head_dim)
         folded = q.view(batch, shape.num_kv_heads, shape.group_size, shape.head_dim)
         found: dict[str, float] = {}
-        for name, steps in self._dense_ways(q, folded, caches, shape):
+        for name, steps in dense_ways(q, folded, caches, shape.scale):
             try:
                 found[name] = self._clock.milliseconds(steps)
             except (RuntimeError, TypeError, ValueError) as error:
                 self._report.add(f"<!-- {name} does not run: {str(error).splitlines()[0]} -->")
         best = min(found, key=lambda name: found[name])
         return found[best], best
-
-    def _dense_ways(
-        self, q: Tensor, folded: Tensor, caches: list[tuple[Tensor, Tensor]], shape: Shape
-    ) -> Iterator[tuple[str, list[Step]]]:
-        yield "SDPA, group as rows", [_sdpa_rows(folded, k, v, shape.scale) for k, v in caches]
-        if self._device.type == "cuda":
-            yield (
-                "SDPA flash, group as rows",
-                [_only_flash(_sdpa_rows(folded, k, v, shape.scale)) for k, v in caches],
-            )
-        flash = _flash_attention()
-        if flash is not None:
-            by_token = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in caches]
-            yield (
-                "FlashAttention",
-                [_flash_step(flash, q.transpose(1, 2), k, v, shape.scale) for k, v in by_token],
-            )
 
     def _bar(
         self, tokens: int, batch: int, is_shared: bool, ratio: float, took: float, one: float
@@ -255,36 +273,10 @@ def _step(call: Callable[..., object], *operands: object) -> Step:
     return lambda: call(*values, scale=scale)
 
 
-def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Step:
-    return lambda: scaled_dot_product_attention(q, k, v, scale=scale)
-
-
 def _sdpa_step(q: Tensor, kv: DenseKV, scale: float) -> Step:
     return lambda: scaled_dot_product_attention(
         q, kv.k[None], kv.v[None], scale=scale, enable_gqa=True
     )
-
-
-def _only_flash(step: Step) -> Step:
-    def run() -> object:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return step()
-
-    return run
-
-
-def _flash_attention() -> Callable[..., Tensor] | None:
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:
-        return None
-    return flash_attn_with_kvcache
-
-
-def _flash_step(
-    flash: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> Step:
-    return lambda: flash(q, k, v, softmax_scale=scale)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -318,7 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.add("The Triton kernels do not serve here: nothing to time.")
         return 1
     bench = Bench(device, clock, report, small=options.small)
-    for part in (bench.ceilings, bench.decode, bench.question, bench.scores, bench.compaction):
+    parts = (bench.ceilings, bench.decode, bench.quantized, bench.question, bench.scores)
+    for part in (*parts, bench.compaction):
         try:
             part()
         except OutOfTime:

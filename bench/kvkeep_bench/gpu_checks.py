@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep_bench.gpu_values import GEMMA_SMALL, LLAMA_8B, SMOLLM2, Shape, Values
-from kvkeep_kernels import attention, compaction, scoring
+from kvkeep_kernels import attention, compaction, reference, scoring
 from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, RaggedKV
 
 # As large a share of SDPA's own error as ours may be, and what counts as no error at all.
@@ -42,6 +43,8 @@ def run_checks(device: torch.device, *, small: bool) -> Iterator[Check]:
             yield _decode(f"decode, {name}", values, shape, tokens)
             yield _prefill(f"question, {name}", values, shape, tokens)
             yield _score(f"scores, {name}", values, shape, tokens)
+            for bits in (8, 4):
+                yield _quantized(f"decode over int{bits}, {name}", values, shape, tokens, bits)
     yield _gather("gather", Values(device, dtypes[0], seed=1), 40 if small else 5000)
     yield _select("select as on the CPU", device, 40 if small else 3000)
 
@@ -71,6 +74,26 @@ def _decode(name: str, values: Values, shape: Shape, tokens: int) -> Check:
             row += 1
     error = float((out.double() - exact).abs().max())
     return Check(name, error, max(_ROUNDING, _ALLOWED_SHARE * max(stock)))
+
+
+def _quantized(name: str, values: Values, shape: Shape, tokens: int, bits: Literal[4, 8]) -> Check:
+    """Against fp64 over the rows that the codes stand for, so that only the kernel can be wrong."""
+    lengths = torch.randint(1, tokens, (shape.num_kv_heads,), dtype=torch.int32)
+    context = values.quantized(shape, lengths, bits)
+    tails = tuple(values.dense(shape, size) for size in (1, 40))
+    q = values.queries(shape, 2)
+    batch = DecodeBatch((DecodeGroup(context, tails),))
+    out = _poisoned(lambda: attention.ragged_decode_batch(q, batch, scale=shape.scale))
+    worst = 0.0
+    for row, tail in enumerate(tails):
+        for head in range(shape.num_kv_heads):
+            heads = slice(head * shape.group_size, (head + 1) * shape.group_size)
+            k, v = reference.head_rows(context, head)
+            keys = torch.cat([k, tail.k[head].to(k.dtype)])
+            rows = torch.cat([v, tail.v[head].to(v.dtype)])
+            exact = _attend64(q[row, heads], keys, rows, shape.scale)
+            worst = max(worst, float((out[row, heads].double() - exact).abs().max()))
+    return Check(name, worst, 2e-2 if values.dtype != torch.float32 else 1e-3)
 
 
 def _prefill(name: str, values: Values, shape: Shape, tokens: int) -> Check:

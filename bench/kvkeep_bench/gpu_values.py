@@ -1,11 +1,13 @@
 """Contexts, tails and queries of real shapes, filled at random on the device."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_kernels.layout import DenseKV, QuantizedKV, RaggedKV
+from kvkeep_kernels.quantize import quantize_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,14 @@ class Values:
         start = (torch.cumsum(lengths, 0) - lengths).to(torch.int32)
         k, v = self.normal(rows, shape.head_dim), self.normal(rows, shape.head_dim)
         return RaggedKV(k, v, start.to(self.device), lengths.to(self.device))
+
+    def quantized(self, shape: Shape, lengths: Tensor, bits: Literal[4, 8]) -> QuantizedKV:
+        """The same in codes; with 4 bits, about each head's mean."""
+        rows = self.context(shape, lengths)
+        mean = None
+        if bits == 4:
+            mean = torch.zeros(shape.num_kv_heads, shape.head_dim, device=self.device).half()
+        return quantize_kv(rows, bits, mean)
 
     def dense(self, shape: Shape, tokens: int) -> DenseKV:
         """Rows that every head has."""
