@@ -95,6 +95,8 @@ class _Metered:
         self.read_bytes += sum(len(piece) for piece in into)
 
     async def forget(self, prefix: str) -> None:
+        # Whatever is read from here on comes from the store.
+        self.found = "store"
         await self._inner.forget(prefix)
 
     async def origin(self, prefix: str) -> Origin:

@@ -259,6 +259,23 @@ async def test_an_answer_says_whether_its_cache_came_from_the_disk_tier_or_the_s
     await disk.close()
 
 
+async def test_an_answer_does_not_say_disk_when_the_copy_there_was_wrong(
+    stores: Stores, tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("disk")
+    disk = DiskTier.open(stores.objects, folder, 2**30)
+    async with serving(replace(stores, disk=disk), tiny) as service:
+        request = await cold(service)
+        right = await service.ids(request)
+        await at_rest(service)
+        await service.worker.drop(TENANT, request.cache_id)
+        [manifest] = folder.glob("store-*/caches/*/*/*/manifest.json")
+        manifest.write_bytes(b"{}")
+        answer = await service.answer(request)
+        assert (answer.token_ids, answer.timings.source) == (right, "store")
+    await disk.close()
+
+
 async def test_whatever_arrives_while_whatever_is_asked_every_answer_is_that_of_its_ratio(
     stores: Stores, tiny: LoadedModel, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
