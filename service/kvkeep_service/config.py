@@ -224,10 +224,11 @@ def _door_problem(host: str, api_key: SecretStr | None) -> str | None:
 
 
 def _line(item: ErrorDetails) -> str:
+    message = item["msg"].removeprefix("Value error, ")
     if not item["loc"]:
-        return item["msg"].removeprefix("Value error, ")
+        return message
     name = str(item["loc"][0])
     if item["type"] == "extra_forbidden":
         return f"{name}: there is no such setting"
     shown = "" if name in _UNSHOWN else f" = {item['input']!r}"
-    return f"{PREFIX}{name.upper()}{shown}: {item['msg']}"
+    return f"{PREFIX}{name.upper()}{shown}: {message}"

@@ -169,5 +169,5 @@ def test_faults_are_none_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KVKEEP_FAULTS", "error=0.05,seed=7")
     assert load_settings().faults == "error=0.05,seed=7"
     monkeypatch.setenv("KVKEEP_FAULTS", "error=5")
-    with pytest.raises(SettingsInvalid, match=r"KVKEEP_FAULTS = 'error=5': .*error = 5 is not"):
+    with pytest.raises(SettingsInvalid, match=r"KVKEEP_FAULTS = 'error=5': error = 5 is not"):
         load_settings()
