@@ -18,10 +18,7 @@ class OneRowLinear(nn.Linear):
         row = input.reshape(-1)
         # torch's stubs know no layer without one.
         bias = self._parameters["bias"]
-        if bias is None:
-            out = torch.mv(self.weight, row)
-        else:
-            out = torch.addmv(bias, self.weight, row)
+        out = torch.mv(self.weight, row) if bias is None else torch.addmv(bias, self.weight, row)
         return out.view(*input.shape[:-1], self.out_features)
 
 
