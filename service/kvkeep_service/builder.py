@@ -21,6 +21,7 @@ from kvkeep_service.plan import BuildPlan, Planner, band_ratios
 from kvkeep_service.residency import Residency
 from kvkeep_service.rows import to_store
 from kvkeep_service.shelf import CacheKey
+from kvkeep_service.space import Space
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
 from kvkeep_storage.binding import require_bound
@@ -28,6 +29,7 @@ from kvkeep_storage.commit import commit
 from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
 from kvkeep_storage.errors import (
     Corrupt,
+    Full,
     LeaseLost,
     MetadataUnavailable,
     NotFound,
@@ -84,6 +86,7 @@ class Builder:
         self._owner = owner
         # Caches whose documents give another fingerprint here: planned once, then left waiting.
         self._foreign: set[tuple[str, str]] = set()
+        self.space = Space(stores.objects)
         self._loop_task: asyncio.Task[None] | None = None
         self.num_running = 0
 
@@ -129,7 +132,7 @@ class Builder:
         except (Postponed, WorkerUnavailable):
             await jobs.retry_later(job, counted=False)
             return
-        except (MetadataUnavailable, StoreMismatch) as error:
+        except (MetadataUnavailable, StoreMismatch, Full) as error:
             _log.warning("build_postponed", context=job.context_id, code=error.code)
             await jobs.retry_later(job, counted=False)
             return
@@ -171,7 +174,7 @@ class Builder:
         if await metadata.attach(job.tenant, job.context_id, time.time()) is not None:
             await self._mirror(job)
             return
-        if (job.tenant, record.cache_id) in self._foreign:
+        if (job.tenant, record.cache_id) in self._foreign or not await self.space.is_there():
             raise Postponed
         lease = await leases.acquire_build(job.tenant, record.cache_id, self._owner)
         if lease is None:
@@ -208,9 +211,12 @@ class Builder:
             self._residency.adopt(key, built.context, build_seconds=seconds)
             try:
                 await commit(stores.objects, metadata, stores.leases, lease, rows, facts)
-            except BaseException:
+            except BaseException as error:
                 self._residency.drop(key)
+                if isinstance(error, Full):
+                    self.space.ran_out(rows.size_bytes)
                 raise
+            self.space.was_enough()
         if await metadata.cache(*key) is None:
             # Deleted since the commit, by somebody who found nothing to drop yet.
             self._residency.drop(key)

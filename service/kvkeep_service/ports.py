@@ -187,6 +187,7 @@ class WorkerStats:
     running_loads: int = 0
     host_caches: int = 0
     host_bytes: int = 0
+    is_store_full: bool = False
 
 
 class Worker(Protocol):

@@ -19,17 +19,19 @@ async def readiness(stores: Stores, worker: Worker) -> Mapping[str, State]:
     """Ask worker and stores; no check takes longer than a few seconds.
 
     ``metadata`` is degraded when Redis reads and refuses writes: questions are answered, nothing
-    can be registered, changed or deleted. ``store`` is there when both stores answer, and is
-    degraded when they do not belong together.
+    can be registered, changed or deleted; ``objects`` is, when builds wait for space. ``store`` is
+    there when both stores answer, and is degraded when they do not belong together.
     """
     metadata, objects = await asyncio.gather(
         _asked_metadata(stores.metadata), _asked(stores.objects.find_store_id())
     )
+    stats = worker.stats()
+    is_full = objects.state == "ok" and stats.is_store_full
     checks: dict[str, State] = {
-        "worker": "ok" if worker.stats().alive else "unavailable",
+        "worker": "ok" if stats.alive else "unavailable",
         "kernels": "ok" if worker.model.kernels.is_healthy else "degraded",
         "metadata": metadata.state,
-        "objects": objects.state,
+        "objects": "degraded" if is_full else objects.state,
     }
     if "unavailable" not in (metadata.state, objects.state):
         is_bound = metadata.store_id is not None and metadata.store_id == objects.store_id

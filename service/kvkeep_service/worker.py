@@ -187,6 +187,7 @@ class LocalWorker:
             running_loads=self._residency.num_loads,
             host_caches=host.entries if host else 0,
             host_bytes=host.size_bytes if host else 0,
+            is_store_full=self._builder.space.is_full,
         )
 
     def cache_counts(self) -> CacheCounts:

@@ -170,6 +170,14 @@ class Objects:
         except ObjectsUnavailable as error:
             raise ObjectsUnavailable("object store", f"{where}: {error.reason}") from error
 
+    async def probe_space(self, size_bytes: int) -> None:
+        """Write and delete an object of so many bytes. Raises: Full, ObjectsUnavailable."""
+        probe = f"{keys.CHECKS}/{secrets.token_hex(8)}"
+        try:
+            await self.put(probe, bytes(size_bytes))
+        finally:
+            await self.delete(probe)
+
     async def _check(self) -> None:
         probe = f"{keys.CHECKS}/{secrets.token_hex(8)}"
         try:
