@@ -17,6 +17,7 @@ from kvkeep_service.errors import (
 )
 from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import Incompatible, ObjectsUnavailable
+from kvkeep_storage.manifest import SCHEMA_VERSION
 from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.sweeper import Sweeper
 
@@ -140,7 +141,8 @@ async def test_a_cache_of_a_newer_version_is_no_other_model_and_is_not_touched(
 ) -> None:
     request = await forgetful.ready()
     (path,) = manifests(tmp_path)
-    content = json.dumps(json.loads(path.read_bytes()) | {"schema_version": 2}).encode()
+    newer = json.loads(path.read_bytes()) | {"schema_version": SCHEMA_VERSION + 1}
+    content = json.dumps(newer).encode()
     path.write_bytes(content)
     await forgetful.stores.metadata.link.command(
         "HSET",
