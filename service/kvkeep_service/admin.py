@@ -10,8 +10,9 @@ from typing import Annotated, Final
 
 import typer
 
-from kvkeep_service.command_line import Data, RedisUrl, Store, run, settings_from
+from kvkeep_service.command_line import Data, RedisUrl, Store, refused, run, settings_from
 from kvkeep_service.config import Settings
+from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_storage.accounts import Account, accounts
 from kvkeep_storage.lone_documents import delete_lone_document, lone_documents
@@ -25,13 +26,26 @@ admin = typer.Typer(no_args_is_help=True, help="Look at what a server keeps, and
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def _settings_from(data: Data, redis_url: RedisUrl, store: Store) -> Settings:
+    """Read the settings; where the data directory is needed it must be there, not be made.
+
+    An empty one would say that everything is lost. Raises: Exit with code 2.
+    """
+    settings = settings_from({"data": data, "redis_url": redis_url, "store": store})
+    is_needed = settings.redis_url is None or settings.store is None
+    if is_needed and not settings.data.is_dir():
+        found = f"KVKEEP_DATA = {str(settings.data)!r}: there is no such directory here"
+        raise refused(SettingsInvalid([found]))
+    return settings
+
+
 @admin.command()
 def reindex(data: Data = None, redis_url: RedisUrl = None, store: Store = None) -> None:
     """Restore all records, and what tenants are charged, after Redis was lost or flushed.
 
     Exit code 1 when something is too damaged to come back.
     """
-    settings = settings_from({"data": data, "redis_url": redis_url, "store": store})
+    settings = _settings_from(data, redis_url, store)
 
     async def work() -> None:
         async with open_stores(settings) as stores:
@@ -58,7 +72,7 @@ def verify(
 
     Exit code 1 when anything is wrong, repaired or not.
     """
-    settings = settings_from({"data": data, "redis_url": redis_url, "store": store})
+    settings = _settings_from(data, redis_url, store)
 
     async def work() -> None:
         checked, problems, repaired = Counter[str](), 0, 0
@@ -99,7 +113,7 @@ def gc(
     Only what is older than KVKEEP_SWEEP_GRACE_SECONDS goes. A dry run does not look at
     temporary files.
     """
-    settings = settings_from({"data": data, "redis_url": redis_url, "store": store})
+    settings = _settings_from(data, redis_url, store)
 
     async def work() -> None:
         async with open_stores(settings) as stores:
@@ -141,7 +155,7 @@ def du(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes.")] = False,
 ) -> None:
     """Show what each tenant has, beside its quotas."""
-    settings = settings_from({"data": data, "redis_url": redis_url, "store": store})
+    settings = _settings_from(data, redis_url, store)
 
     async def work() -> None:
         async with open_stores(settings) as stores:

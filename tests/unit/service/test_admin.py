@@ -228,3 +228,14 @@ def test_beside_a_server_that_holds_the_data_directory_every_command_is_refused(
     assert result.exit_code == 2
     assert "in use" in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["reindex", "verify", "gc", "du"])
+def test_no_command_makes_a_data_directory_where_there_is_none(
+    tmp_path: Path, command: str
+) -> None:
+    missing = tmp_path / "elsewhere"
+    result = CliRunner().invoke(cli.app, ["admin", command, "--data", str(missing)])
+    assert result.exit_code == 2
+    assert "there is no such directory here" in result.stderr
+    assert not missing.exists()

@@ -120,6 +120,7 @@ def test_a_start_that_is_refused_later_says_why(monkeypatch: pytest.MonkeyPatch)
 def test_reindex_of_an_empty_directory_restores_nothing_and_ends_its_valkey(
     tmp_path: Path,
 ) -> None:
+    (tmp_path / "data").mkdir()
     result = run("admin", "reindex", "--data", str(tmp_path / "data"))
     assert result.exit_code == 0, result.output
     assert result.stdout == "missing and restored: 0 contexts, 0 caches\n"
@@ -155,7 +156,7 @@ def test_reindex_beside_a_running_server_is_refused(tmp_path: Path) -> None:
 
 def test_reindex_of_a_redis_out_of_reach_is_refused(tmp_path: Path) -> None:
     result = run(
-        *("admin", "reindex", "--data", str(tmp_path / "data")),
+        *("admin", "reindex", "--data", str(tmp_path)),
         *("--redis-url", f"unix://{tmp_path}/nothing.sock"),
     )
     assert result.exit_code == 2
