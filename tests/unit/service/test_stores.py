@@ -44,7 +44,7 @@ def test_field_32_a_server_whose_store_is_silent_or_away_is_refused_within_ten_s
         line = _refusal(tmp_path / "data", S3Server("", silent).url("p"), "serve")
     assert line == f"{where} {silent}: no answer in 5 s"
     away = unused_url()
-    line = _refusal(tmp_path / "data", S3Server("", away).url("p"), "admin", "reindex")
+    line = _refusal(tmp_path, S3Server("", away).url("p"), "admin", "reindex")
     assert line.startswith(f"{where} {away}: cannot be read: ")
 
 
