@@ -54,10 +54,7 @@ class Values:
         return found.to(self.dtype)
 
     def lengths(self, shape: Shape, tokens: int, ratio: float) -> Tensor:
-        """Kept rows of every head, adding up to ``ratio``, as skewed as KVzip leaves them.
-
-        Heads of one layer of a real model keep from a tenth to three times their fair share.
-        """
+        """Kept rows of every head, adding up to ``ratio``: 0.1 to 1.9 of a fair share each."""
         wanted = round(ratio * tokens * shape.num_kv_heads)
         if ratio >= 1.0:
             return torch.full((shape.num_kv_heads,), tokens, dtype=torch.int32)

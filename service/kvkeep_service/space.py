@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from kvkeep_storage.errors import Full
+from kvkeep_storage.errors import Full, ObjectsUnavailable
 from kvkeep_storage.objects import Objects
 
 _PAUSE_SECONDS: Final = 15.0
@@ -44,17 +44,14 @@ class Space:
         self._pause_seconds = _PAUSE_SECONDS
 
     async def is_there(self) -> bool:
-        """Whether a build may begin; tries the store when it was full some time ago.
-
-        Raises: ObjectsUnavailable.
-        """
+        """Whether a build may begin; tries the store when it was full some time ago."""
         if not self.is_full:
             return True
         if self._clock() < self._ask_at:
             return False
         try:
             await self._objects.probe_space(self._wanted_bytes)
-        except Full:
+        except (Full, ObjectsUnavailable):
             self._ask_at = self._clock() + _PAUSE_SECONDS
             return False
         self.is_full = False

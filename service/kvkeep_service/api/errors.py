@@ -125,7 +125,7 @@ class Problem(BaseModel):
     request_id: str
     """Names the request in the server's log, as `X-Request-Id` does."""
     errors: list[FieldProblem] | None = None
-    """With `invalid_request`: every field that was refused."""
+    """With `invalid_request`: the fields that were refused, 20 at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +270,12 @@ def _described(status: int | str, codes: list[str]) -> dict[str, Any]:
 
 
 # Named for the two lists that most routes share.
-COMMON: Final = ("unauthenticated", "invalid_request", "metadata_unavailable", "internal")
+COMMON: Final = (
+    "unauthenticated",
+    "forbidden",
+    "invalid_request",
+    "metadata_unavailable",
+    "internal",
+)
 BODY: Final = ("invalid_encoding", "body_too_large", "unsupported_media_type")
 RETRY_KEY: Final = (IdempotencyInFlight.code, "idempotency_mismatch")

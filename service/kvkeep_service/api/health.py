@@ -37,7 +37,9 @@ async def ready(response: Response, registry: TheRegistry) -> HealthView:
     return HealthView(status="degraded" if "degraded" in states else "ok", checks=checks)
 
 
-@router.get("/version", summary="Show what runs here", responses=responses("unauthenticated"))
+@router.get(
+    "/version", summary="Show what runs here", responses=responses("unauthenticated", "forbidden")
+)
 async def show_version(_tenant: Tenant, worker: TheWorker) -> VersionView:
     """Show versions, model, device and kernels, with everything "auto" resolved."""
     model = worker.model
@@ -54,7 +56,9 @@ async def show_version(_tenant: Tenant, worker: TheWorker) -> VersionView:
     )
 
 
-@router.get("/v1/models", summary="List the models", responses=responses("unauthenticated"))
+@router.get(
+    "/v1/models", summary="List the models", responses=responses("unauthenticated", "forbidden")
+)
 async def list_models(_tenant: Tenant, worker: TheWorker) -> ModelList:
     """List the one model that is served, as the OpenAI API lists models."""
     return ModelList(data=[ModelView(id=worker.model.name)])

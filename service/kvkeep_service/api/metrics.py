@@ -19,7 +19,7 @@ router = APIRouter(tags=["operations"])
             "description": "Prometheus' text format.",
             "content": {"text/plain": {"example": "kvkeep_resident_bytes 1.048576e+06\n"}},
         },
-        **responses("unauthenticated"),
+        **responses("unauthenticated", "forbidden"),
     },
 )
 async def show_metrics(_tenant: Tenant, metrics: TheMetrics) -> Response:

@@ -147,6 +147,17 @@ async def test_a_store_that_is_away_is_named(stores: Stores, worker: ScriptedWor
     assert (await Registry(stores, worker).health())["store"] == "degraded"
 
 
+async def test_a_store_that_builds_wait_for_is_degraded(
+    stores: Stores, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(stores, worker)
+    assert (await registry.health())["objects"] == "ok"
+    monkeypatch.setattr(
+        worker, "stats", lambda: replace(ScriptedWorker.stats(worker), is_store_full=True)
+    )
+    assert (await registry.health())["objects"] == "degraded"
+
+
 # --- arrows ------------------------------------------------------------------------------------
 
 

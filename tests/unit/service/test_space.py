@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep_service.space import Space
-from kvkeep_storage.errors import Full
+from kvkeep_storage.errors import Full, ObjectsUnavailable
 from kvkeep_storage.objects import Objects
 
 from ...support.stores import files_below
@@ -46,6 +46,20 @@ async def test_builds_wait_until_there_is_space_for_what_found_none(tmp_path: Pa
     assert await space.is_there()
     assert not space.is_full
     assert files_below(tmp_path) == []
+
+
+async def test_a_store_that_does_not_answer_the_probe_is_asked_again(tmp_path: Path) -> None:
+    class Away(Objects):
+        async def put(self, key: str, content: bytes) -> None:
+            raise ObjectsUnavailable("put", "away")
+
+    clock = Clock()
+    space = Space(Away.open(f"file://{tmp_path}"), clock)
+    space.ran_out(200)
+    clock.now = 16
+    # An outage must not use up the attempts of a build either.
+    assert not await space.is_there()
+    assert space.is_full
 
 
 async def test_a_cache_larger_than_any_probe_is_tried_ever_more_rarely(tmp_path: Path) -> None:

@@ -4,14 +4,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import stamina
 from redis.asyncio import Redis
 
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.retries import ATTEMPTS
 
 from ...support.disk_tiers import BUDGET_BYTES, OpenTier
+from ...support.stores import Stores
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +45,19 @@ async def metadata(valkey_url: str, redis: Redis) -> AsyncIterator[Metadata]:
         yield connected
     finally:
         await connected.close()
+
+
+@pytest.fixture
+async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
+    """A local object store, bound to the empty database."""
+    return await Stores.open(tmp_path, metadata)
+
+
+@pytest.fixture
+def retries_do_not_wait() -> Iterator[None]:
+    """As many attempts as in earnest, without the pauses between them."""
+    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
+        yield
 
 
 @pytest.fixture

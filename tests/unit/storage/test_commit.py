@@ -1,13 +1,10 @@
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors
-import stamina
 
 from kvkeep_storage.artifact import LayerRows
 from kvkeep_storage.commit import commit
@@ -27,26 +24,14 @@ from kvkeep_storage.manifest import sha256_hex
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, CacheRecord
-from kvkeep_storage.retries import ATTEMPTS
 
 from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.stores import TENANT, Stores, files_below
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
 ROWS = random_rows()
 FACTS = facts_for(ROWS)
-
-
-@pytest.fixture
-async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
-    return await Stores.open(tmp_path, metadata)
-
-
-@pytest.fixture(autouse=True)
-def _retries_do_not_wait() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
-        yield
 
 
 def _stored_caches(stores: Stores) -> list[str]:

@@ -1,16 +1,13 @@
 """Faults on request: what they do, and that nothing wrong comes of them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import stamina
 
 from kvkeep_storage.errors import Invalid, ObjectsUnavailable, StorageError
 from kvkeep_storage.faults import Faults
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
-from kvkeep_storage.retries import ATTEMPTS
 
 from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.stores import Stores
@@ -129,13 +126,7 @@ async def test_the_same_seed_meets_the_same_faults_at_about_their_rate(url: str)
     assert 20 <= sum(isinstance(outcome, bytes) and outcome != CONTENT for outcome in first) <= 60
 
 
-@pytest.fixture
-def _retries_do_not_wait() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
-        yield
-
-
-@pytest.mark.usefixtures("_retries_do_not_wait")
+@pytest.mark.usefixtures("retries_do_not_wait")
 async def test_field_09_what_a_store_full_of_faults_answers_is_right_or_an_error(
     metadata: Metadata, tmp_path: Path
 ) -> None:

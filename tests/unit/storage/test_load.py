@@ -1,13 +1,11 @@
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import stamina
 
 from kvkeep_storage.artifact import CacheDtype
 from kvkeep_storage.errors import (
@@ -18,30 +16,17 @@ from kvkeep_storage.errors import (
 )
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
-from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
-from kvkeep_storage.retries import ATTEMPTS
 from kvkeep_storage.sources import ObjectSource
 
 from ...support.caches import RATIOS, assert_equal_rows, facts_for, prefix_of, random_rows
 from ...support.stores import TENANT, Stores
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
 ROWS = random_rows()
 FACTS = facts_for(ROWS)
-
-
-@pytest.fixture
-async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
-    return await Stores.open(tmp_path, metadata)
-
-
-@pytest.fixture(autouse=True)
-def _retries_do_not_wait() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
-        yield
 
 
 async def _committed(stores: Stores) -> CacheRecord:

@@ -4,11 +4,9 @@ import asyncio
 import os
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
-import stamina
 
 from kvkeep_storage import range_plan
 from kvkeep_storage.arrival import ArrivingRows
@@ -16,7 +14,6 @@ from kvkeep_storage.artifact import CacheRows
 from kvkeep_storage.errors import Corrupt, Invalid, NotFound, ObjectsUnavailable
 from kvkeep_storage.layer_parts import layer_parts
 from kvkeep_storage.manifest import Manifest
-from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS
@@ -25,7 +22,7 @@ from kvkeep_storage.sources import ObjectSource
 from ...support.caches import RATIOS, assert_equal_rows, facts_for, random_rows
 from ...support.stores import Stores
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
 NUM_LAYERS = 6
 ROWS = random_rows(num_layers=NUM_LAYERS, rows_max=9)
@@ -33,17 +30,6 @@ FACTS = facts_for(ROWS)
 FIRST = 0.1
 FIRST_BANDS = RATIOS.index(FIRST) + 1
 HIGH_SLAB = "kv-02.safetensors"
-
-
-@pytest.fixture
-async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
-    return await Stores.open(tmp_path, metadata)
-
-
-@pytest.fixture(autouse=True)
-def _retries_do_not_wait() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
-        yield
 
 
 @pytest.fixture(autouse=True)

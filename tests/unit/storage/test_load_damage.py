@@ -1,11 +1,9 @@
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import stamina
 from redis.asyncio import Redis
 
 from kvkeep_storage.errors import (
@@ -17,29 +15,16 @@ from kvkeep_storage.errors import (
 )
 from kvkeep_storage.load import quarantine
 from kvkeep_storage.manifest import SCHEMA_VERSION, sha256_hex
-from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
-from kvkeep_storage.retries import ATTEMPTS
 
 from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.stores import TENANT, Stores, files_below
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
 ROWS = random_rows()
 FACTS = facts_for(ROWS)
-
-
-@pytest.fixture
-async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
-    return await Stores.open(tmp_path, metadata)
-
-
-@pytest.fixture(autouse=True)
-def _retries_do_not_wait() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
-        yield
 
 
 async def _committed(stores: Stores) -> CacheRecord:

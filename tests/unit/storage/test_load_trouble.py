@@ -1,13 +1,10 @@
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
-import stamina
 
 from kvkeep_storage import range_plan
 from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
-from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS
@@ -16,21 +13,10 @@ from kvkeep_storage.sources import ObjectSource, Origin
 from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.stores import TENANT, Stores
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
 ROWS = random_rows()
 FACTS = facts_for(ROWS)
-
-
-@pytest.fixture
-async def stores(metadata: Metadata, tmp_path: Path) -> Stores:
-    return await Stores.open(tmp_path, metadata)
-
-
-@pytest.fixture(autouse=True)
-def _retries_do_not_wait() -> Iterator[None]:
-    with stamina.set_testing(True, attempts=ATTEMPTS, cap=True):
-        yield
 
 
 async def _committed(stores: Stores) -> CacheRecord:
