@@ -30,6 +30,7 @@ from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 
 from .scripted_worker import ScriptedWorker
+from .stores import files_below
 
 T = TypeVar("T")
 
@@ -68,9 +69,8 @@ class ApiServer:
 
     def stored_files(self, *parts: str) -> list[str]:
         """Files of the object store whose path holds all of ``parts``."""
-        files = (path for path in self.objects_dir.rglob("*") if path.is_file())
-        names = [str(path.relative_to(self.objects_dir)) for path in files]
-        return sorted(name for name in names if all(part in name for part in parts))
+        names = files_below(self.objects_dir)
+        return [name for name in names if all(part in name for part in parts)]
 
 
 @contextmanager

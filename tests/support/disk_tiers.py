@@ -10,6 +10,8 @@ from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.objects import Objects
 
+from .stores import files_below
+
 KEY = GenerationKey("acme", "c" * 64, "gen1")
 BUDGET_BYTES = 10**9
 
@@ -85,4 +87,4 @@ async def begun(root: Path) -> None:
 
 def copies(root: Path) -> list[Path]:
     """Every file of the tier, parts included, but for its books."""
-    return sorted(path for path in root.glob("store-*/**/*") if path.is_file())
+    return [root / name for name in files_below(root) if name.startswith("store-")]

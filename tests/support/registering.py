@@ -12,6 +12,7 @@ from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import MetadataUnavailable
 
 from .scripted_worker import ScriptedWorker
+from .stores import files_below
 
 WANTED = Registration(
     document=DocumentSpec("This agreement ends on 31 March 2029."),
@@ -36,7 +37,7 @@ async def built(registry: Registry, worker: ScriptedWorker, wanted: Registration
 
 
 def stored(tmp_path: Path) -> list[str]:
-    return sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.json"))
+    return [name for name in files_below(tmp_path) if name.endswith(".json")]
 
 
 def breaking(

@@ -1,5 +1,6 @@
 """An object store, its records and its leases together, and one context in them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,24 @@ TENANT = "acme"
 
 
 def files_below(root: Path, folder: str = "") -> list[str]:
-    """Every file, temporary ones included, by its path below ``root``."""
-    found = (root / folder).rglob("*")
-    return sorted(str(path.relative_to(root)) for path in found if path.is_file())
+    """Every file, temporary ones included, by its path below ``root``.
+
+    What a deletion takes away while this looks is passed over: ``Path.rglob`` raises there.
+    """
+    return sorted(
+        os.path.relpath(os.path.join(parent, name), root)
+        for parent, _, names in os.walk(root / folder)
+        for name in names
+    )
 
 
 def entries_below(root: Path) -> list[str]:
     """Every file and directory, by its path below ``root``."""
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+    return sorted(
+        os.path.relpath(os.path.join(parent, name), root)
+        for parent, folders, names in os.walk(root)
+        for name in (*folders, *names)
+    )
 
 
 def a_document(text: str = "Clause 1.") -> DocumentBody:

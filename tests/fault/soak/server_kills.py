@@ -18,6 +18,7 @@ from kvkeep_storage import durable
 
 from ...support.documents import contract
 from ...support.server import EAGER_SWEEPS, Server, eventually
+from ...support.stores import files_below
 from ...support.tiny_models import save_tiny_model
 
 QUESTIONS = ("Who pays?", "How many days does the carrier have?")
@@ -207,8 +208,8 @@ def _left_over(server: Server, wanted: int) -> list[str]:
     found = [line for line in server.http.get("/metrics").text.splitlines() if _is_held(line)]
     keys = server.valkey("KEYS *:lease:*").splitlines()
     found += [key for key in keys if key.startswith("kvkeep:")]
-    files = server.objects.rglob("*")
-    found += sorted(str(path) for path in files if durable.is_temporary(path.name))
+    files = (server.objects / name for name in files_below(server.objects))
+    found += [str(path) for path in files if durable.is_temporary(path.name)]
     generations = server.generations()
     if len(generations) != wanted:
         found.append(f"for {wanted} documents there is {generations}")

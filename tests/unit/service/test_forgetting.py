@@ -23,7 +23,7 @@ from kvkeep_storage.redis_link import RedisLink
 from ...support.caches import facts_for, random_rows
 from ...support.disk_tiers import copies, settled
 from ...support.scripted_worker import ScriptedWorker
-from ...support.stores import TENANT, a_document, context_for
+from ...support.stores import TENANT, a_document, context_for, files_below
 
 pytestmark = pytest.mark.anyio
 
@@ -106,9 +106,9 @@ async def build(stores: Stores) -> CacheRecord:
 def holding(folder: Path, *markers: bytes) -> list[str]:
     """Every file in which any of the markers stands."""
     return [
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and any(marker in path.read_bytes() for marker in markers)
+        name
+        for name in files_below(folder)
+        if any(marker in (folder / name).read_bytes() for marker in markers)
     ]
 
 
