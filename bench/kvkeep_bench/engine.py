@@ -64,7 +64,11 @@ class EngineSide:
     ) -> BuiltCache:
         """Run a whole build. ``policy`` overrides the plan's."""
         steps = build(
-            self.loaded.language_model, plan.document, policy=policy or plan.policy, ratios=ratios
+            self.loaded.language_model,
+            plan.document,
+            policy=policy or plan.policy,
+            ratios=ratios,
+            quantization=plan.quantization,
         )
         while True:
             try:

@@ -1,0 +1,1 @@
+"""Documents with questions of known answers, and what becomes of the answers under compression."""
