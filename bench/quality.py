@@ -4,8 +4,9 @@
         --suites needles --systems full "kvzip exact" "kvzip local" --ratios 0.3 --documents 20
 
 A run that was ended goes on where it was: answers are appended to the file that ``--records``
-names, and nothing in it is asked again. ``--table`` only prints what is there. Systems of kvpress
-need ``--kvpress PYTHON``, an interpreter whose environment has kvpress 0.5.
+names, and nothing in it is asked again. ``--table`` only prints what is there, and ``--plot
+FOLDER`` draws it (matplotlib is in the dependency group ``bench``). Systems of kvpress need
+``--kvpress PYTHON``, an interpreter whose environment has kvpress 0.5.
 """
 
 import argparse
@@ -103,6 +104,11 @@ def main() -> None:
         with ExitStack() as stack:
             _run(given, records, stack)
     print("\n".join(markdown(records.found)))
+    if given.plot is not None:
+        # Imported here: the rest runs without matplotlib.
+        from kvkeep_bench.quality.plot import draw
+
+        draw(records.found, given.plot)
 
 
 def _run(given: argparse.Namespace, records: Records, stack: ExitStack) -> None:
@@ -133,6 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--records", type=Path, default=RESULTS / "quality.jsonl")
     parser.add_argument("--kvpress", type=Path, help="a Python that has kvpress")
     parser.add_argument("--table", action="store_true", help="only print what is recorded")
+    parser.add_argument("--plot", type=Path, help="a folder for plots of what is recorded")
     return parser.parse_args()
 
 
