@@ -6,31 +6,36 @@ fingerprint: that is how a build knows that it builds what was promised.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens
+from kvkeep_service.budget import ratio_of_tokens
+from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.errors import DocumentTooLong, InvalidRequest
-from kvkeep_service.policies.kvzip import (
-    MIN_DOCUMENT_TOKENS,
-    POLICY_VERSION,
-    KVzip,
-    RepeatPrompts,
-    chunk_tokens,
+from kvkeep_service.policies.choose import PolicyChoice
+from kvkeep_service.policies.kvzip import RepeatPrompts
+from kvkeep_service.ports import (
+    CompressionSpec,
+    DocumentSpec,
+    Normalization,
+    PolicyName,
+    Quantization,
+    Span,
 )
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Normalization, Quantization, Span
 from kvkeep_storage.documents import DocumentBody
 from kvkeep_storage.fingerprint import Fingerprint, ModelIdentity, digest_token_ids
 
 BANDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Ratios (fractions kept) at which every artifact up to its own ratio can be read."""
+_NO_POLICY_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What to build. ``policy`` None keeps every row.
+    """What to build. ``policy`` None keeps every row, and then ``ratio`` is 1.0.
 
     ``quantization``: how its rows are kept.
     """
@@ -38,7 +43,8 @@ class BuildPlan:
     document: DocumentTokens
     prefix_text: str
     fingerprint: Fingerprint
-    policy: KVzip | None
+    policy: ScoringPolicy | None
+    ratio: float
     quantization: Quantization
 
     @property
@@ -58,8 +64,9 @@ class Planner:
     def __init__(self, loaded: LoadedModel) -> None:
         """Tokenise the policy's prompts once."""
         self._loaded = loaded
-        self._prompts = RepeatPrompts.from_template(loaded.template)
         info = loaded.info
+        prompts = RepeatPrompts.from_template(loaded.template)
+        self._choice = PolicyChoice(prompts, info.max_positions)
         self.identity = ModelIdentity(
             model=info.name,
             weights_digest=info.weights_digest,
@@ -82,7 +89,8 @@ class Planner:
         """Tokenise and identify. ``prefix_text``: the stored one, when the document has one.
 
         Raises: DocumentTooLong; InvalidRequest for a span outside the document, text the chat
-            template refuses, or a quantisation that the model's heads cannot have.
+            template refuses, a quantisation that the model's heads cannot have, or a budget that
+            keeps too little of this document.
         """
         _check_quantization(compression.quantization, self.identity.head_dim)
         template, info = self._loaded.template, self._loaded.info
@@ -98,24 +106,11 @@ class Planner:
         if total > info.max_document_tokens:
             raise DocumentTooLong(total, info.max_document_tokens)
         protected = _protected(document, piece.offsets)
-        is_long = len(piece.ids) >= MIN_DOCUMENT_TOKENS
-        evicts = compression.policy != "none" and is_long and not bool(protected.all())
-        chunk = chunk_tokens(compression.scoring, total, info.max_positions)
-        policy = (
-            KVzip(
-                self._prompts,
-                scoring=compression.scoring,
-                chunk_tokens=chunk,
-                normalization=compression.normalization,
-            )
-            if evicts
-            else None
-        )
-        fingerprint = self._fingerprint(
-            tenant, prefix_text, [*prefix_ids, *piece.ids], protected, compression, policy
-        )
         tokens = DocumentTokens(prefix_ids, piece.ids, protected)
-        return BuildPlan(tokens, prefix_text, fingerprint, policy, compression.quantization)
+        policy = self._choice.choose(compression, tokens)
+        ratio = 1.0 if policy is None else _ratio(compression, tokens)
+        fingerprint = self._fingerprint(tenant, prefix_text, tokens, compression, policy)
+        return BuildPlan(tokens, prefix_text, fingerprint, policy, ratio, compression.quantization)
 
     def plan_stored(self, tenant: str, body: DocumentBody) -> BuildPlan:
         """Plan a registered document again, under the prefix it was registered with.
@@ -125,7 +120,7 @@ class Planner:
         spans = tuple(Span(start, end) for start, end in body.protect)
         document = DocumentSpec(body.text, body.system, body.instructions, spans)
         compression = CompressionSpec(
-            policy="none" if body.policy == "none" else "kvzip",
+            policy=_stored_policy(body.policy),
             ratio=body.ratio,
             scoring="exact" if body.scoring == "exact" else "local",
             quantization=_stored_quantization(body.quantization),
@@ -137,18 +132,11 @@ class Planner:
         self,
         tenant: str,
         prefix_text: str,
-        ids: Sequence[int],
-        protected: Tensor,
+        document: DocumentTokens,
         compression: CompressionSpec,
-        policy: KVzip | None,
+        policy: ScoringPolicy | None,
     ) -> Fingerprint:
         identity = self.identity
-        parameters: dict[str, str | int | float] = {}
-        if policy is not None:
-            parameters = {"scoring": compression.scoring, "chunk_tokens": policy.chunk_tokens}
-            # Not named when it is "none": so are caches of versions that knew no other.
-            if compression.normalization != "none":
-                parameters["normalization"] = compression.normalization
         return Fingerprint(
             model=identity.model,
             weights_digest=identity.weights_digest,
@@ -159,11 +147,11 @@ class Planner:
             num_layers=identity.num_layers,
             num_kv_heads=identity.num_kv_heads,
             head_dim=identity.head_dim,
-            token_ids_digest=digest_token_ids(ids),
-            protected=_spans(protected),
+            token_ids_digest=digest_token_ids([*document.prefix_ids, *document.ids]),
+            protected=_spans(document.protected),
             policy=policy.name if policy else "none",
-            policy_version=POLICY_VERSION,
-            policy_parameters=parameters,
+            policy_version=policy.version if policy else _NO_POLICY_VERSION,
+            policy_parameters=policy.parameters if policy else {},
             quantization=compression.quantization,
             adapter_digest=identity.adapter_digest,
             tenant_salt=tenant,
@@ -176,12 +164,27 @@ def band_ratios(ratio: float, kept_before: Sequence[float] = ()) -> tuple[float,
     return (*sorted(cuts), ratio)
 
 
+def _ratio(compression: CompressionSpec, document: DocumentTokens) -> float:
+    if compression.tokens is None:
+        return compression.ratio
+    num_eligible = len(document.ids) - int(document.protected.sum())
+    return ratio_of_tokens(compression.tokens, num_eligible, allow_lossy=compression.allow_lossy)
+
+
 def _check_quantization(quantization: Quantization, head_dim: int) -> None:
     if quantization == "int4" and head_dim % 2:
         raise InvalidRequest(
             "compression.quantization",
             f"int4 needs heads of an even width, and this model's have {head_dim}",
         )
+
+
+def _stored_policy(name: str) -> PolicyName:
+    known: tuple[PolicyName, ...] = get_args(PolicyName)
+    for policy in known:
+        if policy == name:
+            return policy
+    raise InvalidRequest("compression.policy", f"{name!r} is not known here")
 
 
 def _stored_normalization(name: str) -> Normalization:

@@ -9,6 +9,9 @@ from typing import Literal, Protocol
 
 from kvkeep_storage.fingerprint import Fingerprint
 
+PolicyName = Literal[
+    "kvzip", "kvzip_head", "snapkv", "expected_attention", "streaming", "random", "none"
+]
 Normalization = Literal["none", "kvzip_plus"]
 Quantization = Literal["none", "int8", "int4"]
 Scoring = Literal["exact", "local"]
@@ -39,15 +42,19 @@ class DocumentSpec:
 class CompressionSpec:
     """How the KV cache is to be compressed. ``ratio`` is the fraction kept, in (0, 1].
 
-    ``normalization``: what scores are multiplied by.
+    ``tokens``, where given, is kept rows per head on average instead, and ``ratio`` means nothing;
+    ``allow_lossy`` says whether that may come to a ratio at which answers suffer.
+    ``normalization``: what scores are multiplied by; it and ``scoring`` are KVzip's alone.
     ``quantization``: how many bits a number of what is kept takes; "none" leaves it as it is.
     """
 
-    policy: Literal["kvzip", "none"] = "kvzip"
+    policy: PolicyName = "kvzip"
     ratio: float = 0.3
     scoring: Scoring = "local"
     quantization: Quantization = "none"
     normalization: Normalization = "none"
+    tokens: int | None = None
+    allow_lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +86,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What registering needs to know before it answers: lengths and identity."""
+    """What registering needs to know before it answers: lengths, identity, and what is kept.
+
+    ``ratio`` is the fraction that the build is to keep: 1.0 where nothing may be evicted.
+    """
 
     prefix_text: str
     document_tokens: int
     protected_tokens: int
     total_tokens: int
     policy_applied: str
+    ratio: float
     full_bytes: int
     fingerprint: Fingerprint
 

@@ -160,8 +160,7 @@ def _record(
         tokens_total=prepared.total_tokens,
         policy=wanted.compression.policy,
         policy_applied=prepared.policy_applied,
-        # Nothing is evicted without a policy, whatever was asked.
-        ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
+        ratio=prepared.ratio,
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
         full_bytes=prepared.full_bytes,
@@ -183,8 +182,7 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         protect=tuple((span.start, span.end) for span in document.protect),
         prefix_text=prepared.prefix_text,
         policy=wanted.compression.policy,
-        # Nothing is evicted without a policy, whatever was asked.
-        ratio=1.0 if prepared.policy_applied == "none" else wanted.compression.ratio,
+        ratio=prepared.ratio,
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
         normalization=wanted.compression.normalization,

@@ -114,6 +114,7 @@ class LocalWorker:
             protected_tokens=plan.num_protected,
             total_tokens=plan.document.num_tokens,
             policy_applied=plan.policy_applied,
+            ratio=plan.ratio,
             full_bytes=model.shape.full_bytes(plan.document.num_tokens, model.dtype),
             fingerprint=plan.fingerprint,
         )

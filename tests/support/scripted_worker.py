@@ -90,12 +90,17 @@ class ScriptedWorker:
             raise DocumentTooLong(len(words), MAX_DOCUMENT_TOKENS)
         fingerprint = _fingerprint(tenant, document, compression)
         self._fingerprints[fingerprint.digest] = fingerprint
+        evicts = len(words) >= 4 and compression.policy != "none"
+        ratio = compression.ratio
+        if compression.tokens is not None:
+            ratio = min(1.0, compression.tokens / len(words))
         return Prepared(
             prefix_text=f"<s>{document.system or ''}{document.instructions or ''}",
             document_tokens=len(words),
             protected_tokens=SURROUNDING_TOKENS,
             total_tokens=len(words) + SURROUNDING_TOKENS,
-            policy_applied="none" if len(words) < 4 else compression.policy,
+            policy_applied=compression.policy if evicts else "none",
+            ratio=ratio if evicts else 1.0,
             full_bytes=64 * (len(words) + SURROUNDING_TOKENS),
             fingerprint=fingerprint,
         )

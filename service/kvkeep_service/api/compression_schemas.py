@@ -1,17 +1,14 @@
 """How a context is to be compressed, as it comes in; ``ratio`` is the fraction of KV kept."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from kvkeep_service.api.strict import Strict, only
+from kvkeep_service.budget import DEFAULT_RATIO, check_ratio
 from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.ports import CompressionSpec, Quantization, Scoring
-
-DEFAULT_RATIO: Final = 0.3
-LOSSY_BELOW: Final = 0.15
-RATIO_MIN: Final = 0.05
 
 
 def _no_auto(value: object) -> object:
@@ -80,11 +77,3 @@ class Compression(Strict):
                 raise InvalidRequest("compression.quantization", '"fp8" is not supported')
             case known:
                 return known
-
-
-def check_ratio(field: str, ratio: float, *, allow_lossy: bool) -> None:
-    """Refuse a ratio outside the contract. Raises: InvalidRequest, naming the limit."""
-    if not RATIO_MIN <= ratio <= 1.0:
-        raise InvalidRequest(field, f"{ratio} is outside {RATIO_MIN} to 1.0")
-    if ratio < LOSSY_BELOW and not allow_lossy:
-        raise InvalidRequest(field, f"{ratio} is below {LOSSY_BELOW}: send allow_lossy too")

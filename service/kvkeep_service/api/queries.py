@@ -12,7 +12,6 @@ from typing import Final
 from fastapi import APIRouter, Depends, Request, Response
 
 from kvkeep_service.api.answer_views import AnswerView, TokenView
-from kvkeep_service.api.compression_schemas import check_ratio
 from kvkeep_service.api.connection import while_connected
 from kvkeep_service.api.errors import BODY, COMMON, responses
 from kvkeep_service.api.events import event, start_stream
@@ -28,6 +27,7 @@ from kvkeep_service.api.requests import (
 )
 from kvkeep_service.api.schemas import Query
 from kvkeep_service.api.security import Tenant
+from kvkeep_service.budget import check_ratio
 from kvkeep_service.errors import ContextNotReady, WorkerUnavailable
 from kvkeep_service.ids import new_answer_id
 from kvkeep_service.metrics import Metrics

@@ -6,7 +6,7 @@ document gives the same cache, bit for bit, when it is rebuilt.
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,10 +66,37 @@ class BuiltCache:
     timings: dict[str, float]
 
 
+class PrefillWatcher(Protocol):
+    """What a policy keeps of the queries of the prefill, to need no pass of its own."""
+
+    def see_queries(self, layer: int, first: int, q: Tensor, scale: float) -> None:
+        """Take one slice's rotated queries in one layer, in the order of positions.
+
+        Shapes: q [num_q_heads, tokens, head_dim], of the tokens from ``first`` on; ``scale`` is
+            what the layer multiplies logits by. Modifies the watcher only.
+        """
+        ...
+
+
 class ScoringPolicy(Protocol):
-    """A rule that says how much each document token matters to each head."""
+    """A rule that says how much each document token matters to each head; serves one build.
+
+    What it scores never depends on the ratio: one order of all rows serves every ratio.
+    """
 
     name: str
+    version: int
+    """Goes up with every change after which the same document may get other scores."""
+
+    @property
+    def watcher(self) -> PrefillWatcher | None:
+        """What is to see the prefill's queries; None where scores need nothing of them."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, str | int | float]:
+        """What else decides the scores; with name and version, part of the cache's identity."""
+        ...
 
     def score(
         self, model: LanguageModel, cache: FullCache, document: DocumentTokens
@@ -100,7 +127,8 @@ def build(
     shape = model.shape
     cache = FullCache(shape, document.num_tokens, dtype=model.dtype, device=model.device)
     share = 0.5 if policy else 0.95
-    for fraction in _prefill(model, cache, document):
+    watcher = policy.watcher if policy else None
+    for fraction in _prefill(model, cache, document, watcher):
         yield Progress("prefill", share * fraction)
     prefilled = time.perf_counter()
     selection = yield from _selection(model, cache, document, policy, ratios)
@@ -142,26 +170,32 @@ def _quantized(kept: RaggedKV, full: DenseKV, quantization: Quantization) -> Con
 class PrefillPass:
     """Document tokens from ``first`` on: written to the full cache, attending causally."""
 
-    def __init__(self, cache: FullCache, first: int) -> None:
+    def __init__(self, cache: FullCache, first: int, watcher: PrefillWatcher | None = None) -> None:
         self._cache = cache
         self._first = first
+        self._watcher = watcher
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, batch 1. Modifies the full cache."""
+        if self._watcher is not None:
+            self._watcher.see_queries(layer, self._first, q[0], scale)
         self._cache.write(layer, self._first, k[0], v[0])
         own = self._cache.rows(layer, 0, self._first + k.shape[2])
         return dense_prefill(q[0], own, scale=scale).out[None]
 
 
 def _prefill(
-    model: LanguageModel, cache: FullCache, document: DocumentTokens
+    model: LanguageModel,
+    cache: FullCache,
+    document: DocumentTokens,
+    watcher: PrefillWatcher | None = None,
 ) -> Generator[float, None, None]:
     ids = torch.tensor([[*document.prefix_ids, *document.ids]])
     total = ids.shape[1]
     for first in range(0, total, SLICE_TOKENS):
         piece = ids[:, first : first + SLICE_TOKENS]
         last = first + piece.shape[1]
-        model.hidden(piece, torch.arange(first, last)[None], PrefillPass(cache, first))
+        model.hidden(piece, torch.arange(first, last)[None], PrefillPass(cache, first, watcher))
         yield last / total
 
 

@@ -26,8 +26,6 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.ports import Normalization, Scoring
 
 POLICY_VERSION = 1
-MIN_DOCUMENT_TOKENS = 256
-"""Below this nothing is evicted: tiny contexts have nothing to spare."""
 CHUNK_TOKENS: dict[Scoring, int] = {"exact": 2000, "local": 1024}
 SPARE_POSITIONS = 64
 MIN_CHUNK_TOKENS = 64
@@ -88,6 +86,8 @@ class KVzip:
     """The policy. ``scoring`` is "exact" (as published) or "local" (linear time)."""
 
     name = "kvzip"
+    version = POLICY_VERSION
+    watcher = None
 
     def __init__(
         self,
@@ -101,6 +101,18 @@ class KVzip:
         self._scoring: Scoring = scoring
         self._normalization: Normalization = normalization
         self.chunk_tokens = chunk_tokens
+
+    @property
+    def parameters(self) -> dict[str, str | int | float]:
+        """As ``ScoringPolicy.parameters``."""
+        named: dict[str, str | int | float] = {
+            "scoring": self._scoring,
+            "chunk_tokens": self.chunk_tokens,
+        }
+        # Not named when it is "none": so are caches of versions that knew no other.
+        if self._normalization != "none":
+            named["normalization"] = self._normalization
+        return named
 
     def score(
         self, model: LanguageModel, cache: FullCache, document: DocumentTokens

@@ -55,6 +55,7 @@ class SyntheticWorker:
             protected_tokens=facts.tokens_protected,
             total_tokens=facts.tokens_total,
             policy_applied=facts.policy_applied,
+            ratio=facts.ratio,
             full_bytes=1_000_000,
             fingerprint=facts.fingerprint,
         )

@@ -9,7 +9,8 @@ import torch
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.errors import DocumentTooLong, InvalidRequest
 from kvkeep_service.plan import BANDS, Planner, band_ratios
-from kvkeep_service.policies.kvzip import CHUNK_TOKENS, MIN_DOCUMENT_TOKENS
+from kvkeep_service.policies.choose import MIN_DOCUMENT_TOKENS
+from kvkeep_service.policies.kvzip import CHUNK_TOKENS
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
 
 from ...support.documents import contract

@@ -4,9 +4,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from kvkeep_service.api.compression_schemas import Compression, check_ratio
+from kvkeep_service.api.compression_schemas import Compression
 from kvkeep_service.api.schemas import ContextCreate, ContextPatch, Query
 from kvkeep_service.api.strict import check_values
+from kvkeep_service.budget import check_ratio
 from kvkeep_service.errors import EmptyDocument, InvalidEncoding, InvalidRequest
 from kvkeep_service.ports import CompressionSpec, Span
 
