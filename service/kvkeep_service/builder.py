@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 
 import structlog
@@ -25,7 +26,7 @@ from kvkeep_service.space import Space
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
 from kvkeep_storage.binding import require_bound
-from kvkeep_storage.commit import commit
+from kvkeep_storage.commit import commit, new_generation
 from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
 from kvkeep_storage.errors import (
     Corrupt,
@@ -208,9 +209,19 @@ class Builder:
             report(Progress("storing", 1.0))
             # Before the commit makes contexts ready: their first questions find it in memory.
             seconds = sum(built.timings.values())
-            self._residency.adopt(key, built.context, build_seconds=seconds)
+            generation = new_generation()
+            context = replace(built.context, generation=generation)
+            self._residency.adopt(key, context, build_seconds=seconds)
             try:
-                await commit(stores.objects, metadata, stores.leases, lease, rows, facts)
+                await commit(
+                    stores.objects,
+                    metadata,
+                    stores.leases,
+                    lease,
+                    rows,
+                    facts,
+                    generation=generation,
+                )
             except BaseException as error:
                 self._residency.drop(key)
                 if isinstance(error, Full):

@@ -154,7 +154,7 @@ def pinned_memory(num_bytes: int) -> memoryview:
 def moved(context: ResidentContext, device: torch.device) -> ResidentContext:
     """The same cache with its tensors on a device; blocks until they are there."""
     layers = tuple(_changed(layer, lambda tensor: tensor.to(device)) for layer in context.layers)
-    return ResidentContext(layers, context.counts, context.ratios, context.num_tokens)
+    return _with_layers(context, layers)
 
 
 def _tensors(layer: ContextRows) -> Mapping[str, Tensor]:
@@ -188,4 +188,15 @@ def _copied(context: ResidentContext, allocate: Allocate) -> ResidentContext:
         return place.view(tensor.shape).copy_(tensor)
 
     layers = tuple(_changed(layer, copy) for layer in context.layers)
-    return ResidentContext(layers, context.counts, context.ratios, context.num_tokens)
+    return _with_layers(context, layers)
+
+
+def _with_layers(context: ResidentContext, layers: tuple[ContextRows, ...]) -> ResidentContext:
+    """The same cache, whole by now, in other buffers."""
+    return ResidentContext(
+        layers,
+        context.counts,
+        context.ratios,
+        context.num_tokens,
+        generation=context.generation,
+    )

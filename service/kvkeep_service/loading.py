@@ -68,9 +68,10 @@ async def bring(
         counts = torch.from_numpy(loaded.rows.counts)
         context = arriving.context.extended(counts, loaded.rows.ratios)
     else:
-        context = await asyncio.to_thread(
+        whole = await asyncio.to_thread(
             to_engine, loaded.rows, loaded.manifest.tokens_total, device
         )
+        context = replace(whole, generation=loaded.cache.generation)
     return Brought(context, loaded.source, source.read_bytes)
 
 
@@ -118,7 +119,7 @@ class _Arriving:
         self._arrival: LayerArrival | None = None
         self.context: ResidentContext | None = None
 
-    def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
+    def on_room(self, rows: ArrivingRows, manifest: Manifest, generation: str) -> None:
         self._receiver.room(sum(layer.kv_bytes for layer in rows.layers))
         if self._device.type != "cpu":
             return
@@ -126,7 +127,11 @@ class _Arriving:
         self._arrival = LayerArrival(len(rows.layers))
         bands = rows.ratios.index(self._first_ratio) + 1
         self.context = replace(
-            whole, counts=whole.counts[:bands], ratios=rows.ratios[:bands], arrival=self._arrival
+            whole,
+            counts=whole.counts[:bands],
+            ratios=rows.ratios[:bands],
+            arrival=self._arrival,
+            generation=generation,
         )
 
     def on_layer(self, index: int) -> None:

@@ -127,6 +127,23 @@ class QueryRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenChance:
+    """A token and the natural logarithm of its probability, before any sampling option."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One generated token, and the likeliest ones that could have stood in its place."""
+
+    chosen: TokenChance
+    top: tuple[TokenChance, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class QueryTimings:
     """Where the time of a query went; milliseconds, and decode tokens per second."""
 

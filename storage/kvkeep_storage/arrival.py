@@ -53,7 +53,7 @@ class LoadObserver(Protocol):
     was announced stays valid whatever happens later to the load.
     """
 
-    def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
+    def on_room(self, rows: ArrivingRows, manifest: Manifest, generation: str) -> None:
         """These are the buffers of this load; called once, right before the first layer."""
         ...
 
@@ -73,6 +73,7 @@ class Announcer:
         """``observer`` may be None: then nobody is told anything."""
         self._observer = observer
         self._told = False
+        self._generation = ""
         self._missing: list[int] = []
         self._next = 0
 
@@ -81,8 +82,9 @@ class Announcer:
         """Whether the observer has got buffers: they cannot be exchanged from then on."""
         return self._told
 
-    def expect(self, num_layers: int, bands: int) -> None:
+    def expect(self, generation: str, num_layers: int, bands: int) -> None:
         """Begin with new buffers: ``bands`` parts of each layer come first."""
+        self._generation = generation
         self._missing = [bands] * num_layers
         self._next = 0
 
@@ -94,7 +96,7 @@ class Announcer:
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             if not self._told:
                 self._told = True
-                self._observer.on_room(rows, manifest)
+                self._observer.on_room(rows, manifest, self._generation)
             self._observer.on_layer(self._next)
             self._next += 1
         if self._next == len(self._missing):

@@ -47,6 +47,11 @@ _log = logging.getLogger(__name__)
 _SLABS_AT_ONCE = 2
 
 
+def new_generation() -> str:
+    """Name a generation; no two have the same name."""
+    return secrets.token_hex(8)
+
+
 async def commit(
     objects: Objects,
     metadata: Metadata,
@@ -54,8 +59,12 @@ async def commit(
     lease: BuildLease,
     rows: CacheRows,
     facts: ManifestFacts,
+    *,
+    generation: str | None = None,
 ) -> CacheRecord:
     """Store a cache and make it the committed one; see the steps above.
+
+    ``generation`` is what `new_generation` named, for one who has to know it beforehand.
 
     The build lease must be held and renewed by the caller; the document must be stored. After
     MetadataUnavailable the cache may or may not be committed: look at the record. After any
@@ -66,7 +75,7 @@ async def commit(
     """
     if facts.fingerprint.digest != lease.cache_id:
         raise Invalid("lease", f"it is for another cache than {facts.fingerprint.digest}")
-    key = GenerationKey(lease.tenant, lease.cache_id, secrets.token_hex(8))
+    key = GenerationKey(lease.tenant, lease.cache_id, generation or new_generation())
     try:
         # A build whose lease has run out would be refused at the end: better before the writes.
         await leases.renew(lease)

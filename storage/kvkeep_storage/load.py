@@ -139,7 +139,7 @@ async def _read_rows(
     lost = 0
     while True:
         reading = await asyncio.to_thread(Reading, source, key, manifest, bands, doubts)
-        announcer.expect(manifest.num_layers, first)
+        announcer.expect(key.generation, manifest.num_layers, first)
         try:
             await reading.read(range(first), announcer)
             await reading.read(range(first, bands), None)

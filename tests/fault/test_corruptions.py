@@ -96,7 +96,7 @@ class Watch:
         self.bands = bands
         self.rows: ArrivingRows | None = None
 
-    def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
+    def on_room(self, rows: ArrivingRows, manifest: Manifest, generation: str) -> None:
         self.rows = rows
 
     def on_layer(self, index: int) -> None:

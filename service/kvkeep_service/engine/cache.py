@@ -60,6 +60,19 @@ class Tail:
         self._kv = self._allocate(_MIN_CAPACITY)
         self.tokens = 0
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its buffers, room that is not used yet included."""
+        return self._kv.nbytes
+
+    def copied(self, tokens: int) -> "Tail":
+        """The rows of its first ``tokens`` tokens in a tail of its own, with room for no more."""
+        copy = Tail.__new__(Tail)
+        copy._shape, copy._dtype, copy._device = self._shape, self._dtype, self._device
+        copy._kv = self._kv[:, :, :, :tokens].clone(memory_format=torch.contiguous_format)
+        copy.tokens = tokens
+        return copy
+
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more rows per head. Modifies capacity only."""
         needed, capacity = self.tokens + tokens, self._kv.shape[3]
@@ -105,7 +118,8 @@ class ResidentContext:
     Shapes: counts [bands, layers, heads] int32, rows each band adds; ratios name the bands.
     ``num_tokens`` is the document's length with its prefix (N): the position where questions
     start, however few rows are kept. Buffers may have room for more bands than ``ratios`` names.
-    ``arrival`` tells which layers are there, when they have not all come yet.
+    ``arrival`` tells which layers are there, when they have not all come yet. ``generation``
+    names the stored copy that it is; a tail belongs to the rows of one generation.
     """
 
     layers: tuple[ContextRows, ...]
@@ -113,6 +127,7 @@ class ResidentContext:
     ratios: tuple[float, ...]
     num_tokens: int
     arrival: LayerArrival | None = None
+    generation: str | None = None
     _views: dict[float, ContextView] = field(default_factory=dict)
 
     @property

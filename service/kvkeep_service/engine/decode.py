@@ -13,7 +13,7 @@ from kvkeep_kernels.layout import DecodeBatch, DecodeGroup
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.sampling import Sampler, SamplingOptions
+from kvkeep_service.engine.sampling import PickedToken, Sampler, SamplingOptions, picked
 from kvkeep_service.ports import FinishReason
 
 QUESTION_SLICE_TOKENS = 256
@@ -21,11 +21,15 @@ QUESTION_SLICE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class SequenceOptions:
-    """What a query asks of the engine. ``stop`` holds non-empty strings."""
+    """What a query asks of the engine. ``stop`` holds non-empty strings.
+
+    ``top_logprobs``: how many likeliest tokens to note beside each one picked; None notes none.
+    """
 
     max_tokens: int
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
 
 
 class Sequence:
@@ -33,7 +37,7 @@ class Sequence:
 
     Positions continue at the document's length N, however few of its rows were kept.
     ``read_at`` and ``first_token_at``: when reading began and the first token was there, by
-    ``time.perf_counter``.
+    ``time.perf_counter``. ``num_reused``: tokens of the question that were in its tail already.
     """
 
     def __init__(
@@ -45,17 +49,25 @@ class Sequence:
         *,
         tokenizer: Any,
         stop_ids: frozenset[int],
+        tail: Tail | None = None,
     ) -> None:
-        """``question_ids`` holds at least one token."""
+        """``question_ids`` holds at least one token.
+
+        ``tail`` is a tail that nobody else uses, in which a beginning of these tokens, and not
+        all of them, stands already: those are not read again.
+        """
         self.context = context
         self.question_ids = tuple(question_ids)
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+        self.tail = tail or Tail(model.shape, dtype=model.dtype, device=model.device)
+        self.num_reused = self.tail.tokens
+        assert self.num_reused < len(self.question_ids), "nothing is left to be read"
         self._options = options
         self._sampler = Sampler(options.sampling)
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, options.stop)
+        self.logprobs: list[PickedToken] = []
         self.read_at: float | None = None
         self.first_token_at: float | None = None
 
@@ -87,6 +99,8 @@ class Sequence:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.generated.append(token)
+        if self._options.top_logprobs is not None:
+            self.logprobs.append(picked(logits, token, self._options.top_logprobs))
         if token in self._stop_ids:
             self.finish_reason = "stop"
             return self._text.finish()

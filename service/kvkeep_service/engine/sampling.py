@@ -18,8 +18,28 @@ class SamplingOptions:
     seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """A token's id and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PickedToken:
+    """What was picked, and the likeliest tokens in its place, the likeliest first."""
+
+    chosen: Chance
+    top: tuple[Chance, ...]
+
+
 class Sampler:
-    """One query's sampler. Its generator is its own, so a seed gives the same in any batch."""
+    """One query's sampler. Its generator is its own, so a seed gives the same in any batch.
+
+    Chance is drawn for each token of the vocabulary, in its order, and not for each rank: logits
+    that differ by a rounding error may change places in a ranking, and must not change an answer.
+    """
 
     def __init__(self, options: SamplingOptions) -> None:
         """Seed from the options, or from the system when there is no seed."""
@@ -34,14 +54,29 @@ class Sampler:
         """Pick the next token id from [vocabulary] fp32 logits. Modifies the generator only."""
         if self._options.temperature == 0.0:
             return int(logits.argmax())
-        kept, ids = torch.sort(logits.cpu().double(), descending=True, stable=True)
+        ranked, ids = torch.sort(logits.cpu().double(), descending=True, stable=True)
         # Relative to the best, so that a tiny temperature gives -inf and not NaN.
-        kept = (kept - kept[0]) / max(self._options.temperature, _TINY)
+        ranked = (ranked - ranked[0]) / max(self._options.temperature, _TINY)
         if self._options.top_k:
-            kept, ids = kept[: self._options.top_k], ids[: self._options.top_k]
-        weights = torch.softmax(kept, dim=0)
+            ranked[self._options.top_k :] = -torch.inf
+        weights = torch.softmax(ranked, dim=0)
         # Nucleus: the smallest set whose mass reaches top_p; the first token always stays.
         before = torch.cumsum(weights, dim=0) - weights
         weights = torch.where(before < self._options.top_p, weights, 0.0)
-        choice = torch.multinomial(weights, 1, generator=self._generator)
-        return int(ids[choice])
+        by_id = torch.empty_like(weights).scatter_(0, ids, weights)
+        return int(torch.multinomial(by_id, 1, generator=self._generator))
+
+
+def picked(logits: Tensor, token_id: int, top: int) -> PickedToken:
+    """The probability of a token, and of the ``top`` likeliest ones.
+
+    ``logits`` [vocabulary] are the model's own, before temperature, top-k and top-p; the
+    log-softmax is computed in fp32.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=0)
+    best = torch.topk(logprobs, min(top, len(logprobs)))
+    values = torch.cat((logprobs[token_id : token_id + 1], best.values)).tolist()
+    chances = [
+        Chance(*pair) for pair in zip([token_id, *best.indices.tolist()], values, strict=True)
+    ]
+    return PickedToken(chances[0], tuple(chances[1:]))

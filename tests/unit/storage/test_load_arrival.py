@@ -62,7 +62,7 @@ class Watch:
         self.first_at: int | None = None
         self.then: Callable[[str], None] = lambda _: None
 
-    def on_room(self, rows: ArrivingRows, manifest: Manifest) -> None:
+    def on_room(self, rows: ArrivingRows, manifest: Manifest, generation: str) -> None:
         assert self.rows is None
         assert manifest.fingerprint == FACTS.fingerprint
         self.rows = rows
