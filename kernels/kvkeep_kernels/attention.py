@@ -115,17 +115,25 @@ def ragged_prefill(
 
 
 def dense_prefill(
-    q: Tensor, own: DenseKV, *, visible: Sequence[DenseKV] = (), scale: float
+    q: Tensor,
+    own: DenseKV,
+    *,
+    visible: Sequence[DenseKV] = (),
+    scale: float,
+    window: int | None = None,
 ) -> Attended:
     """Attend new tokens over whole visible pieces of an uncompressed cache, and causally to own.
 
     Shapes: q [num_q_heads, tokens, head_dim]; own.k [num_kv_heads, own_tokens, head_dim] with
-        the new tokens' rows last; visible pieces likewise, of any length.
+        the new tokens' rows last; visible pieces likewise, of any length. With ``window`` a token
+        sees so many, itself included, and the pieces stand right before own, in order.
     Dtypes, Modifies, Raises: as ``ragged_decode``. Returns the output with its log-sum-exp over
         everything attended, which KVzip scoring re-uses.
     """
     num_q_heads, tokens, head_dim = q.shape
     _check_heads(num_q_heads, head_dim, own.k.shape[0], own.k.shape[2])
+    if window is not None:
+        return _in_window(q, [*visible, own], scale, window)
     folded = q.reshape(own.k.shape[0], -1, head_dim)
     parts = [
         _unfold(_flash(folded, piece.k, piece.v, scale), num_q_heads, tokens)
@@ -133,6 +141,23 @@ def dense_prefill(
         if piece.tokens
     ]
     return _merge([*parts, *_causal_parts(q, own, scale)])
+
+
+def _in_window(q: Tensor, pieces: Sequence[DenseKV], scale: float, window: int) -> Attended:
+    """New tokens over the last ones of some pieces that follow each other, theirs at the end."""
+    num_q_heads, tokens, head_dim = q.shape
+    num_kv_heads = pieces[-1].k.shape[0]
+    seen = min(sum(piece.tokens for piece in pieces), tokens + window - 1)
+    k = torch.cat([piece.k for piece in pieces], dim=1)[:, None, -seen:]
+    v = torch.cat([piece.v for piece in pieces], dim=1)[:, None, -seen:]
+    shape = (num_kv_heads, num_q_heads // num_kv_heads, seen, head_dim)
+    row = torch.arange(seen - tokens, seen, device=q.device)[:, None]
+    column = torch.arange(seen, device=q.device)
+    mask = torch.zeros(tokens, seen, dtype=q.dtype, device=q.device)
+    mask.masked_fill_((column > row) | (column <= row - window), -torch.inf)
+    grouped = q.unflatten(0, (num_kv_heads, -1))
+    found = flash(grouped, k.expand(shape), v.expand(shape), scale, mask[None, None])
+    return Attended(found.out.flatten(0, 1), found.lse.flatten(0, 1))
 
 
 def _check_heads(num_q_heads: int, head_dim: int, num_kv_heads: int, kv_head_dim: int) -> None:

@@ -15,7 +15,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import ContextRows
+from kvkeep_kernels.layout import ContextRows, Placement
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.shelf import CacheKey
 from kvkeep_storage.lru import CostAwareLru
@@ -157,20 +157,23 @@ def moved(context: ResidentContext, device: torch.device) -> ResidentContext:
     return _with_layers(context, layers)
 
 
-def _tensors(layer: ContextRows) -> Mapping[str, Tensor]:
-    """Every tensor of a layer, whatever kinds of rows have."""
-    found = ((field.name, getattr(layer, field.name)) for field in fields(layer))
+def _tensors(part: ContextRows | Placement) -> Mapping[str, Tensor]:
+    """Every tensor of a layer or of its placement, whatever kinds of rows have."""
+    found = ((field.name, getattr(part, field.name)) for field in fields(part))
     return {name: value for name, value in found if isinstance(value, Tensor)}
 
 
 def _changed(layer: ContextRows, change: Callable[[Tensor], Tensor]) -> ContextRows:
-    tensors: dict[str, Any] = {name: change(value) for name, value in _tensors(layer).items()}
-    return replace(layer, **tensors)
+    parts: dict[str, Any] = {name: change(value) for name, value in _tensors(layer).items()}
+    if layer.placement is not None:
+        parts["placement"] = replace(layer.placement, positions=change(layer.placement.positions))
+    return replace(layer, **parts)
 
 
 def _size_of(context: ResidentContext) -> int:
-    tensors = (tensor for layer in context.layers for tensor in _tensors(layer).values())
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+    parts: list[ContextRows | Placement] = list(context.layers)
+    parts += [layer.placement for layer in context.layers if layer.placement is not None]
+    return sum(_aligned(tensor.nbytes) for part in parts for tensor in _tensors(part).values())
 
 
 def _aligned(num_bytes: int) -> int:

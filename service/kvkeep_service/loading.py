@@ -9,6 +9,7 @@ import torch
 from kvkeep_service.bringing import Brought, Receiver
 from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.cache import ResidentContext
+from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.errors import WorkerUnavailable
 from kvkeep_service.host_tier import HostTier, moved
 from kvkeep_service.ports import CacheSource
@@ -26,26 +27,27 @@ from kvkeep_storage.sources import Origin, Source
 async def bring(
     stores: Stores,
     expected: ModelIdentity,
-    device: torch.device,
+    model: LanguageModel,
     key: CacheKey,
     ratio: float,
     first_ratio: float,
     receiver: Receiver,
     host: HostTier | None,
 ) -> Brought:
-    """Implements ``bringing.Bring`` for one model and device.
+    """Implements ``bringing.Bring`` for one model, where that is.
 
     On a CPU the engine reads the very buffers that are being filled, so a part of them can be
     used; elsewhere nothing is told before everything was copied, from the ``host`` tier where
     that has it.
     Raises: what ``load`` raises; NotFound, when the cache is not cut at these ratios.
     """
+    device, windows = model.device, model.shape.windows
     if host is not None and (kept := host.find(key, ratio)) is not None:
         receiver.room(kept.size_bytes)
         context = await asyncio.to_thread(moved, kept, device)
         return Brought(context, "host", context.size_bytes)
     source = _Metered(stores.source)
-    arriving = _Arriving(first_ratio, device, receiver, source)
+    arriving = _Arriving(first_ratio, model, receiver, source)
     try:
         loaded = await load(
             source,
@@ -69,7 +71,7 @@ async def bring(
         context = arriving.context.extended(counts, loaded.rows.ratios)
     else:
         whole = await asyncio.to_thread(
-            to_engine, loaded.rows, loaded.manifest.tokens_total, device
+            to_engine, loaded.rows, loaded.manifest.tokens_total, device, windows
         )
         context = replace(whole, generation=loaded.cache.generation)
     return Brought(context, loaded.source, source.read_bytes)
@@ -110,10 +112,10 @@ class _Arriving:
     """Implements ``LoadObserver``: hands a receiver what the engine can use."""
 
     def __init__(
-        self, first_ratio: float, device: torch.device, receiver: Receiver, source: _Metered
+        self, first_ratio: float, model: LanguageModel, receiver: Receiver, source: _Metered
     ) -> None:
         self._first_ratio = first_ratio
-        self._device = device
+        self._device, self._windows = model.device, model.shape.windows
         self._receiver = receiver
         self._source = source
         self._arrival: LayerArrival | None = None
@@ -123,7 +125,7 @@ class _Arriving:
         self._receiver.room(sum(layer.kv_bytes for layer in rows.layers))
         if self._device.type != "cpu":
             return
-        whole = to_engine(rows, manifest.tokens_total, self._device)
+        whole = to_engine(rows, manifest.tokens_total, self._device, self._windows)
         self._arrival = LayerArrival(len(rows.layers))
         bands = rows.ratios.index(self._first_ratio) + 1
         self.context = replace(

@@ -1,10 +1,12 @@
 """Between the engine's tensors and the store's bytes: the same rows, bit for bit, both ways."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import ContextRows, QuantizedKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, Placement, QuantizedKV, RaggedKV
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_storage.arrival import ArrivingRows
@@ -30,7 +32,9 @@ def to_store(built: BuiltCache) -> CacheRows:
     context, selection = built.context, built.selection
     first = context.layers[0]
     counts = selection.counts.numpy()
-    protected = np.full(counts.shape[1:], selection.num_protected, dtype=np.int32)
+    # What a layer with a window sees is never evicted either.
+    slides = np.array([[layer.placement is not None] for layer in context.layers])
+    protected = np.where(slides, counts[0], np.int32(selection.num_protected))
     return CacheRows(
         dtype=_DTYPES[first.dtype],
         num_kv_heads=first.num_kv_heads,
@@ -47,21 +51,29 @@ def to_store(built: BuiltCache) -> CacheRows:
 
 
 def to_engine(
-    rows: CacheRows | ArrivingRows, num_tokens: int, device: torch.device
+    rows: CacheRows | ArrivingRows,
+    num_tokens: int,
+    device: torch.device,
+    windows: Sequence[int | None] = (),
 ) -> ResidentContext:
     """A cache as the engine reads it; on a CPU the buffers are shared, else copied.
 
-    Of rows that are still arriving nothing is looked at but their shapes.
+    ``windows``: the model's, as in its ``ModelShape``. Of rows that are still arriving nothing is
+    looked at but their shapes.
     """
     layers: list[ContextRows] = []
     for index, layer in enumerate(rows.layers):
         length = torch.from_numpy(rows.counts[:, index].sum(axis=0, dtype=np.int32))
         start = (torch.cumsum(length, dim=0) - length).to(device=device, dtype=torch.int32)
         k, v = (torch.from_numpy(part) for part in (layer.k, layer.v))
+        placement = None
+        if windows and windows[index] is not None:
+            positions = torch.from_numpy(layer.position).to(device)
+            placement = Placement(positions, num_tokens)
         if layer.scales is None:
             dtype = _TORCH[rows.dtype]
             k, v = k.view(dtype).to(device), v.view(dtype).to(device)
-            layers.append(RaggedKV(k, v, start, length.to(device)))
+            layers.append(RaggedKV(k, v, start, length.to(device), placement))
             continue
         scales, mean = layer.scales, layer.scales.k_mean
         layers.append(
@@ -77,6 +89,7 @@ def to_engine(
                 start=start,
                 length=length.to(device),
                 dtype=_TORCH[rows.dtype],
+                placement=placement,
             )
         )
     return ResidentContext(tuple(layers), torch.from_numpy(rows.counts), rows.ratios, num_tokens)

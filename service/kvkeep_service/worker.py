@@ -198,11 +198,10 @@ class LocalWorker:
     async def _bring(
         self, key: CacheKey, ratio: float, first_ratio: float, receiver: Receiver
     ) -> Brought:
-        device = self._loaded.language_model.device
         return await bring(
             self._stores,
             self._planner.identity,
-            device,
+            self._loaded.language_model,
             key,
             ratio,
             first_ratio,

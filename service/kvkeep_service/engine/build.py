@@ -7,7 +7,7 @@ document gives the same cache, bit for bit, when it is rebuilt.
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.compaction import Selection, compact, keep_all, select
-from kvkeep_kernels.layout import ContextRows, DenseKV, RaggedKV
+from kvkeep_kernels.layout import ContextRows, DenseKV, Placement, RaggedKV
 from kvkeep_kernels.quantize import channel_mean, quantize_kv
 from kvkeep_service.engine.cache import FullCache, ResidentContext
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.windows import with_windows
 from kvkeep_service.ports import Quantization
 
 SLICE_TOKENS = 256
@@ -73,7 +74,8 @@ class PrefillWatcher(Protocol):
         """Take one slice's rotated queries in one layer, in the order of positions.
 
         Shapes: q [num_q_heads, tokens, head_dim], of the tokens from ``first`` on; ``scale`` is
-            what the layer multiplies logits by. Modifies the watcher only.
+            what the layer multiplies logits by. Layers that do not evict are not shown. Modifies
+            the watcher only.
         """
         ...
 
@@ -103,7 +105,7 @@ class ScoringPolicy(Protocol):
     ) -> Generator[float, None, Tensor]:
         """Yield the fraction done after each bounded work item; return the scores.
 
-        Returns [layers, kv_heads, document tokens] fp32, finite, higher is kept.
+        Returns [evicting layers, kv_heads, document tokens] fp32, finite, higher is kept.
         """
         ...
 
@@ -131,13 +133,17 @@ def build(
     for fraction in _prefill(model, cache, document, watcher):
         yield Progress("prefill", share * fraction)
     prefilled = time.perf_counter()
-    selection = yield from _selection(model, cache, document, policy, ratios)
+    evicting = yield from _selection(model, cache, document, policy, ratios)
+    selection = with_windows(evicting, shape, document.num_tokens)
     scored = time.perf_counter()
     lengths = selection.counts.sum(dim=0, dtype=torch.int32)
     layers: list[ContextRows] = []
     for layer in range(shape.num_layers):
-        rows = cache.rows(layer, 0, document.num_tokens)
-        kept = compact(rows, selection.positions[layer], lengths[layer])
+        rows = cache.lasting(layer, document.num_tokens)
+        positions = selection.positions[layer]
+        kept = compact(rows, positions - (document.num_tokens - rows.tokens), lengths[layer])
+        if cache.window(layer) is not None:
+            kept = replace(kept, placement=Placement(positions.to(kept.start), document.num_tokens))
         layers.append(_quantized(kept, rows, quantization))
         cache.release(layer)
         yield Progress("compacting", 0.95 + 0.05 * (layer + 1) / shape.num_layers)
@@ -177,11 +183,12 @@ class PrefillPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, batch 1. Modifies the full cache."""
-        if self._watcher is not None:
+        cache, window = self._cache, self._cache.window(layer)
+        if self._watcher is not None and window is None:
             self._watcher.see_queries(layer, self._first, q[0], scale)
-        self._cache.write(layer, self._first, k[0], v[0])
-        own = self._cache.rows(layer, 0, self._first + k.shape[2])
-        return dense_prefill(q[0], own, scale=scale).out[None]
+        cache.write(layer, self._first, k[0], v[0])
+        own = cache.visible(layer, self._first + k.shape[2])
+        return dense_prefill(q[0], own, scale=scale, window=window).out[None]
 
 
 def _prefill(
@@ -209,7 +216,7 @@ def _selection(
     shape, num_prefix = model.shape, document.num_prefix
     fixed = num_prefix + int(document.protected.sum())
     if policy is None:
-        return keep_all(shape.num_layers, shape.num_kv_heads, document.num_tokens, fixed)
+        return keep_all(len(shape.evicting), shape.num_kv_heads, document.num_tokens, fixed)
     scoring = policy.score(model, cache, document)
     while True:
         try:
@@ -217,7 +224,7 @@ def _selection(
         except StopIteration as finished:
             scores: Tensor = finished.value
             break
-    size = (shape.num_layers, shape.num_kv_heads, document.num_tokens)
+    size = (len(shape.evicting), shape.num_kv_heads, document.num_tokens)
     whole = torch.zeros(size, device=scores.device)
     whole[:, :, num_prefix:] = scores
     protected = torch.ones(document.num_tokens, dtype=torch.bool)

@@ -6,35 +6,70 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import ContextRows, DenseKV
+from kvkeep_kernels.layout import ContextRows, DenseKV, LogitBounds
+from kvkeep_service.engine.architecture import ModelShape
 from kvkeep_service.engine.arrival import LayerArrival
-from kvkeep_service.engine.model import ModelShape
 
 _MIN_CAPACITY = 64
 
 
 class FullCache:
-    """The uncompressed KV of a document while it is built: per layer [heads, tokens, head_dim]."""
+    """The uncompressed KV of a document while it is built: per layer [heads, tokens, head_dim].
+
+    Of a layer with a sliding window only what the next token sees is held, and the rows last
+    written. Both kinds are written in order.
+    """
 
     def __init__(
         self, shape: ModelShape, tokens: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate every layer at once, so that running out of memory shows before the work."""
-        size = (2, shape.num_kv_heads, tokens, shape.head_dim)
-        self._layers: list[Tensor | None] = [
-            torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)
-        ]
+        self._shape = shape
+
+        def room(layer: int) -> Tensor:
+            rows = tokens if shape.window(layer) is None else 0
+            size = (2, shape.num_kv_heads, rows, shape.head_dim)
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self._layers: list[Tensor | None] = [room(layer) for layer in range(shape.num_layers)]
 
     def write(self, layer: int, first: int, k: Tensor, v: Tensor) -> None:
         """Store rows [heads, tokens, head_dim] at token ``first`` and on. Modifies the cache."""
         kv = self._kv(layer)
+        if self._shape.window(layer) is not None:
+            kept = self.lasting(layer, first)
+            self._layers[layer] = torch.stack(
+                [torch.cat([kept.k, k], dim=1), torch.cat([kept.v, v], dim=1)]
+            )
+            return
         kv[0, :, first : first + k.shape[1]] = k
         kv[1, :, first : first + v.shape[1]] = v
 
     def rows(self, layer: int, first: int, last: int) -> DenseKV:
-        """Tokens ``first`` to ``last`` (exclusive) of one layer, as views."""
+        """Tokens ``first`` to ``last`` (exclusive) of one layer without a window, as views."""
+        assert self._shape.window(layer) is None, f"layer {layer} does not hold every token"
         kv = self._kv(layer)
         return DenseKV(kv[0, :, first:last], kv[1, :, first:last])
+
+    def window(self, layer: int) -> int | None:
+        """As ``ModelShape.window``."""
+        return self._shape.window(layer)
+
+    def visible(self, layer: int, last: int) -> DenseKV:
+        """What the rows written last, up to token ``last``, see: theirs at the end, as views."""
+        if self._shape.window(layer) is None:
+            return self.rows(layer, 0, last)
+        kv = self._kv(layer)
+        return DenseKV(kv[0], kv[1])
+
+    def lasting(self, layer: int, last: int) -> DenseKV:
+        """Of the tokens written, up to ``last``, those that later ones may see, as views."""
+        window = self._shape.window(layer)
+        if window is None:
+            return self.rows(layer, 0, last)
+        kv = self._kv(layer)
+        first = max(0, kv.shape[2] - (window - 1))
+        return DenseKV(kv[0, :, first:], kv[1, :, first:])
 
     def release(self, layer: int) -> None:
         """Free one layer; reading it afterwards is a programming error."""
@@ -72,6 +107,10 @@ class Tail:
         copy._kv = self._kv[:, :, :, :tokens].clone(memory_format=torch.contiguous_format)
         copy.tokens = tokens
         return copy
+
+    def bounds(self, layer: int) -> LogitBounds:
+        """As ``ModelShape.bounds``."""
+        return self._shape.bounds(layer)
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more rows per head. Modifies capacity only."""

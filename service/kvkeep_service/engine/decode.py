@@ -170,8 +170,9 @@ class _QuestionPass:
         """As ``AttentionPass.attend``, batch 1. Modifies the tail."""
         if self._context.arrival is not None:
             self._context.arrival.wait(layer)
-        own = self._tail.write(layer, k[0], v[0])
-        return ragged_prefill(q[0], self._context.layers[layer], own, scale=scale)[None]
+        own, bounds = self._tail.write(layer, k[0], v[0]), self._tail.bounds(layer)
+        rows = self._context.layers[layer]
+        return ragged_prefill(q[0], rows, own, scale=scale, bounds=bounds)[None]
 
 
 class _DecodePass:
@@ -195,8 +196,11 @@ class _DecodePass:
             tails = (self._sequences[m].tail.write(layer, k[m], v[m]) for m in members)
             groups.append(DecodeGroup(rows, tuple(tails)))
         batch = DecodeBatch(tuple(groups))
+        bounds = self._sequences[0].tail.bounds(layer)
         if self._order is None:
-            return ragged_decode_batch(q[:, :, 0], batch, scale=scale)[:, :, None]
+            out = ragged_decode_batch(q[:, :, 0], batch, scale=scale, bounds=bounds)
+            return out[:, :, None]
         out = torch.empty_like(q)
-        out[self._order, :, 0] = ragged_decode_batch(q[self._order, :, 0], batch, scale=scale)
+        ordered = q[self._order, :, 0]
+        out[self._order, :, 0] = ragged_decode_batch(ordered, batch, scale=scale, bounds=bounds)
         return out

@@ -1,11 +1,6 @@
-"""One language model, loaded: what it is, its template, and its two forwards.
-
-Architectures are allowed by name. A model whose attention this engine would compute wrongly
-(sliding windows, hybrid layers, dynamic rope) is refused at start, never served.
-"""
+"""One language model, loaded: what it is, its template, and its two forwards."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from kvkeep_kernels.backend import backend_report
 from kvkeep_kernels.layout import KernelUnavailable
+from kvkeep_service.engine.architecture import (
+    ModelShape,
+    check_model_type,
+    check_supported,
+    fixed_rope,
+)
 from kvkeep_service.engine.attention import (
     ATTENTION_NAME,
     PASS_ARGUMENT,
@@ -33,26 +40,9 @@ from kvkeep_service.engine.gguf import (
 from kvkeep_service.engine.one_row import multiply_single_rows_as_vectors
 from kvkeep_service.engine.template import ChatTemplate
 from kvkeep_service.ports import KernelsInfo, ModelInfo
-from kvkeep_service.start_errors import ModelUnavailable, ModelUnsupported, SettingsInvalid
+from kvkeep_service.start_errors import ModelUnavailable, SettingsInvalid
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The numbers of a model that caches depend on."""
-
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-
-    def full_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of the uncompressed KV cache of ``tokens`` tokens."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * dtype.itemsize
 
 
 class LanguageModel:
@@ -140,7 +130,10 @@ def load_model(
     Raises: ModelUnavailable, ModelUnsupported.
     """
     directory, digest = _resolve(reference, model_cache)
-    config = _load_config(reference, directory)
+    # Before the configuration is read: some architectures are not known to transformers.
+    described, _ = _from_hub(reference, PretrainedConfig.get_config_dict, directory)
+    check_model_type(reference, str(described.get("model_type", "none")))
+    config = _from_hub(reference, AutoConfig.from_pretrained, directory)
     shape = check_supported(reference, config)
     where = _resolve_device(reference, device)
     kind = _resolve_dtype(dtype, where, config)
@@ -156,6 +149,7 @@ def load_model(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     model.to(where).eval()
+    rope = fixed_rope(model, config)
     if where.type == "cpu" and kind is torch.bfloat16:
         multiply_single_rows_as_vectors(model)
     template = ChatTemplate(tokenizer, model=reference)
@@ -178,38 +172,8 @@ def load_model(
         template,
         tokenizer,
         _stop_ids(model, tokenizer),
-        json.dumps(getattr(config, "rope_parameters", None), sort_keys=True),
+        rope,
         info,
-    )
-
-
-def check_supported(reference: str, config: Any) -> ModelShape:
-    """Refuse, by name, every architecture that would be served wrongly.
-
-    Raises: ModelUnsupported.
-    """
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelUnsupported(
-            reference,
-            f"architecture {config.model_type!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}",
-        )
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    slides = window is not None and getattr(config, "use_sliding_window", True)
-    if layer_types != {"full_attention"} or (slides and config.model_type == "mistral"):
-        raise ModelUnsupported(reference, "layers with sliding-window attention")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in SUPPORTED_ROPE_TYPES:
-        raise ModelUnsupported(
-            reference, f"rope type {rope!r}; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
-        )
-    head_dim = getattr(config, "head_dim", None)
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        max_positions=config.max_position_embeddings,
     )
 
 
@@ -229,10 +193,6 @@ def _resolve(reference: str, model_cache: Path) -> tuple[str, str | None]:
     if reference.startswith(("/", ".", "~")) or path.exists():
         raise ModelUnavailable(reference, "there is no such directory")
     return reference, None
-
-
-def _load_config(reference: str, directory: str) -> Any:
-    return _from_hub(reference, AutoConfig.from_pretrained, directory)
 
 
 def _from_hub(reference: str, load: Any, directory: str, **arguments: Any) -> Any:

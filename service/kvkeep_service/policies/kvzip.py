@@ -119,7 +119,7 @@ class KVzip:
     ) -> Generator[float, None, Tensor]:
         """As ``ScoringPolicy.score``; one work item per slice of a repeat input."""
         shape, total = model.shape, len(document.ids)
-        scores = torch.zeros(shape.num_layers, shape.num_kv_heads, total, device=model.device)
+        scores = torch.zeros(len(shape.evicting), shape.num_kv_heads, total, device=model.device)
         for chunk in _chunks(total, self.chunk_tokens):
             ids = self._prompts.repeat_input(document, chunk)
             norms = _PlusNorms(model) if self._normalization == "kvzip_plus" else None
@@ -143,6 +143,7 @@ class _RepeatPass:
         scores: Tensor,
     ) -> None:
         self.norms = norms
+        self._evicting = model.shape.evicting
         self._cache = cache
         self._num_prefix, self._num_tokens = document.num_prefix, document.num_tokens
         self._first = document.num_prefix + chunk.start
@@ -154,6 +155,11 @@ class _RepeatPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, batch 1. Modifies the tail and the scores."""
         own = self.tail.write(layer, k[0], v[0])
+        window = self._cache.window(layer)
+        if window is not None:
+            # Nothing of it is evicted, so nothing is scored: it sees the document's end, as ever.
+            before = self._cache.lasting(layer, self._num_tokens)
+            return dense_prefill(q[0], own, visible=[before], scale=scale, window=window).out[None]
         prefix = self._cache.rows(layer, 0, self._num_prefix)
         chunk = self._cache.rows(layer, self._first, self._last)
         if self._is_exact:
@@ -165,7 +171,8 @@ class _RepeatPass:
             lse = attended.lse
         plus = None if self.norms is None else self.norms.factors(layer, chunk.v)
         best = chunk_max_attention(q[0], chunk.k, lse, scale=scale, plus=plus)
-        torch.maximum(self._scores[layer], best, out=self._scores[layer])
+        scores = self._scores[self._evicting.index(layer)]
+        torch.maximum(scores, best, out=scores)
         return attended.out[None]
 
 

@@ -19,16 +19,19 @@ _NAME = "masked-reference"
 class MaskedReference:
     """A stock model that sees, per layer and KV head, only some of the first N positions.
 
-    ``visible[layer]`` is bool [kv heads, N]; None sees everything. After a forward, ``seen``
-    holds each layer's rotated queries and all its keys; ``values`` all its values, and ``read``
-    the hidden states that its attention took.
+    ``visible[layer]`` is bool [kv heads, N]; None sees everything. A sliding window hides what it
+    hides besides. After a forward, ``seen`` holds each layer's rotated queries and all its keys,
+    ``scales`` what their products are multiplied by, ``values`` all its values, and ``read`` the
+    hidden states that its attention took.
     """
 
     def __init__(self, stock: PreTrainedModel) -> None:
         self._model = stock
-        self._cache = DynamicCache(config=stock.config)
+        # Without the configuration it keeps every key of a layer with a window too.
+        self._cache = DynamicCache()
         self.visible: list[Tensor] | None = None
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self.scales: dict[int, float] = {}
         self.values: dict[int, Tensor] = {}
         self.read: dict[int, Tensor] = {}
         for layer, block in enumerate(stock.model.layers):
@@ -71,15 +74,27 @@ class MaskedReference:
             self._model.set_attn_implementation(before)
 
     def _attend(
-        self, module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, scaling: float, **_: Any
+        self,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _mask: None,
+        scaling: float,
+        sliding_window: int | None = None,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         layer, group_size = module.layer_idx, q.shape[1] // k.shape[1]
+        self.scales[layer] = scaling
         self.seen[layer], self.values[layer] = (q[0], k[0]), v[0]
         logits = q @ k.repeat_interleave(group_size, dim=1).transpose(2, 3) * scaling
         tokens, total = q.shape[2], k.shape[2]
         earlier = total - tokens
         future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
         logits[..., earlier:].masked_fill_(future, -torch.inf)
+        if sliding_window is not None:
+            age = torch.arange(earlier, total)[:, None] - torch.arange(total)
+            logits.masked_fill_(age >= sliding_window, -torch.inf)
         if self.visible is not None:
             hidden = ~self.visible[layer].repeat_interleave(group_size, dim=0)
             logits[..., : hidden.shape[1]].masked_fill_(hidden[None, :, None], -torch.inf)

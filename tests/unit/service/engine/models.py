@@ -6,30 +6,95 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
+from kvkeep_service.engine.architecture import check_supported, fixed_rope
 from kvkeep_service.engine.attention import ATTENTION_NAME, register_attention
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens, ScoringPolicy, build
-from kvkeep_service.engine.model import LanguageModel, check_supported
+from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.ports import Quantization
 
-KINDS = ("llama", "qwen2", "qwen3", "mistral")
+KINDS = (
+    "llama",
+    "llama3-rope",
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen2-windows",
+    "qwen3",
+    "phi3",
+    "phi3-longrope",
+    "smollm3",
+    "gemma3",
+    "yarn",
+)
+WINDOW = 48
 VOCABULARY = 300
-_CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mistral": MistralConfig,
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.9 * i for i in range(8)],
+    "original_max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama3-rope": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "ministral": (MinistralConfig, {"sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2-windows": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3": (Qwen3Config, {}),
+    "phi3": (Phi3Config, {"sliding_window": 4096}),
+    "phi3-longrope": (
+        Phi3Config,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+    ),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "query_pre_attn_scalar": 24,
+            "head_dim": 256,
+            # Tied to embeddings that are scaled up, it would repeat its input.
+            "tie_word_embeddings": False,
+        },
+    ),
+    "yarn": (Qwen3Config, {"rope_parameters": YARN}),
 }
 
 
 def tiny_config(kind: str) -> Any:
-    """A config of 3 layers, 6 query heads on 2 KV heads, head_dim 16."""
+    """A config of 3 layers, 6 query heads on 2 KV heads, head_dim 16 (256 of a gemma3)."""
     arguments: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 96,
@@ -45,9 +110,8 @@ def tiny_config(kind: str) -> Any:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind == "mistral":
-        arguments["sliding_window"] = None
-    return _CONFIGS[kind](**arguments)
+    make, changes = _CONFIGS[kind]
+    return make(**arguments | copy.deepcopy(changes))
 
 
 def stock_model(kind: str) -> PreTrainedModel:
@@ -63,7 +127,9 @@ def engine_model(stock: PreTrainedModel) -> LanguageModel:
     config = copy.deepcopy(stock.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     model.load_state_dict(stock.state_dict())
-    return LanguageModel(model.eval(), check_supported("tiny", stock.config))
+    shape = check_supported("tiny", stock.config)
+    fixed_rope(model, model.config)
+    return LanguageModel(model.eval(), shape)
 
 
 def random_document(tokens: int, *, prefix: int = 5, seed: int = 0) -> DocumentTokens:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvkeep_kernels.layout import RaggedKV
+from kvkeep_service.engine.architecture import ModelShape
 from kvkeep_service.engine.cache import FullCache, ResidentContext, Tail
-from kvkeep_service.engine.model import ModelShape
 
 SHAPE = ModelShape(num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8, max_positions=512)
 RATIOS = (0.1, 0.3, 1.0)

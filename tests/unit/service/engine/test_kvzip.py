@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvkeep_kernels.reference import chunk_max_attention
+from kvkeep_service.engine.architecture import check_supported
 from kvkeep_service.engine.build import DocumentTokens, RatioMissed, _check_achieved
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
@@ -47,7 +48,7 @@ def plus_score(reference: MaskedReference, layer: int, begin: int, end: int, num
     own = k.shape[1] - rows
     where = [*range(num_prefix), *range(begin, end), *range(own, k.shape[1])]
     keys = k[:, where].double().repeat_interleave(group_size, 0)
-    logits = q.double() @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+    logits = q.double() @ keys.transpose(1, 2) * reference.scales[layer]
     future = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     logits[..., -rows:].masked_fill_(future, -torch.inf)
     weights = torch.softmax(logits, -1)[..., num_prefix : num_prefix + end - begin]
@@ -68,7 +69,9 @@ def oracle_scores(
     num_prefix, total = document.num_prefix, document.num_tokens
     reference = MaskedReference(stock)
     reference.forward([*document.prefix_ids, *document.ids], 0)
-    scores = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, len(document.ids))
+    shape = check_supported("tiny", config)
+    every = torch.ones(config.num_key_value_heads, total, dtype=torch.bool)
+    scores = torch.zeros(len(shape.evicting), config.num_key_value_heads, len(document.ids))
     for first in range(0, len(document.ids), CHUNK):
         chunk = list(document.ids[first : first + CHUNK])
         if first == 0:
@@ -80,16 +83,23 @@ def oracle_scores(
             mask = torch.zeros(config.num_key_value_heads, total, dtype=torch.bool)
             mask[:, :num_prefix] = True
             mask[:, begin:end] = True
-            reference.visible = [mask] * config.num_hidden_layers
+            reference.visible = [
+                mask if layer in shape.evicting else every for layer in range(shape.num_layers)
+            ]
         reference.forward(ids, total)
-        for layer, (q, k) in reference.seen.items():
+        for index, layer in enumerate(shape.evicting):
+            q, k = reference.seen[layer]
             if normalization == "kvzip_plus":
                 found = plus_score(reference, layer, begin, end, num_prefix)
             else:
                 found = chunk_max_attention(
-                    q, k[:, :num_prefix], k[:, begin:end], k[:, total:], scale=q.shape[-1] ** -0.5
+                    q,
+                    k[:, :num_prefix],
+                    k[:, begin:end],
+                    k[:, total:],
+                    scale=reference.scales[layer],
                 )
-            scores[layer, :, first : first + len(chunk)] = found
+            scores[index, :, first : first + len(chunk)] = found
         reference.forget(len(ids))
         reference.visible = None
     return scores
@@ -105,12 +115,13 @@ def test_scores_equal_a_dense_stock_model(kind: str, scoring: str) -> None:
 
 
 @pytest.mark.parametrize("scoring", ["exact", "local"])
-def test_scores_of_kvzip_plus_equal_a_dense_stock_model_in_fp64(scoring: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_scores_of_kvzip_plus_equal_a_dense_stock_model_in_fp64(kind: str, scoring: str) -> None:
     document = random_document(2 * CHUNK + 1, prefix=4, seed=1)
-    ours = our_scores(engine_model(stock_model("qwen3")), document, scoring, "kvzip_plus")
-    expected = oracle_scores("qwen3", document, scoring, "kvzip_plus")
+    ours = our_scores(engine_model(stock_model(kind)), document, scoring, "kvzip_plus")
+    expected = oracle_scores(kind, document, scoring, "kvzip_plus")
     torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-6)
-    assert not torch.allclose(expected, oracle_scores("qwen3", document, scoring), rtol=0.1)
+    assert not torch.allclose(expected, oracle_scores(kind, document, scoring), rtol=0.1)
 
 
 def test_slices_of_a_repeat_input_share_one_running_maximum(
