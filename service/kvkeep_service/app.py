@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
+from kvkeep_service.head_score_files import read_head_scores
 from kvkeep_service.host_tier import HostTier, pinned_memory
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
@@ -62,6 +63,7 @@ async def running_application(
         resident_bytes=settings.resident_bytes,
         host=_host_tier(settings, loaded),
         threads=settings.threads,
+        head_scores=read_head_scores(settings, loaded.info, loaded.language_model.shape),
     )
     registry = Registry(
         stores,

@@ -16,7 +16,7 @@ import structlog
 from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import BuildTask, Scheduler
-from kvkeep_service.errors import ServiceError, WorkerUnavailable
+from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
 from kvkeep_service.residency import Residency
@@ -254,14 +254,20 @@ class Builder:
                 job.tenant,
                 body,
             )
+        except HeadScoresMissing as error:
+            self._wait_for_another(job, record)
+            raise Postponed from error
         except ServiceError as error:
             raise BuildFailed(error.code, error.detail) from error
         if plan.fingerprint.digest != record.cache_id:
-            # It waits for a server like the one it was registered at; this one never will be.
-            _log.warning("build_of_another_identity", context=job.context_id)
-            self._foreign.add((job.tenant, record.cache_id))
+            self._wait_for_another(job, record)
             raise Postponed
         return plan, body
+
+    def _wait_for_another(self, job: Job, record: ContextRecord) -> None:
+        """It waits for a server like the one it was registered at; this one never will be."""
+        _log.warning("build_of_another_identity", context=job.context_id)
+        self._foreign.add((job.tenant, record.cache_id))
 
     async def _run(
         self, plan: BuildPlan, ratios: tuple[float, ...], report: Callable[[Progress], None]

@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     """Of weights and cache; auto is float32 on a CPU, the model's own 16-bit type on a GPU."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; None leaves the choice to torch."""
+    head_scores: Folder | None = None
+    """What ``calibrate`` wrote for the model; None is its file in the data directory, if any."""
     model_cache: Folder = Path("~/.cache/kvkeep/models")
     """Where converted models are kept; never inside the data directory."""
 

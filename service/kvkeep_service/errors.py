@@ -21,6 +21,7 @@
     │   ├── ContextNotReady
     │   ├── ContextFailed
     │   ├── ContextModelMismatch
+    │   ├── HeadScoresMissing
     │   └── IdempotencyInFlight
     └── Busy                     try again later
         ├── RecordsForeign
@@ -95,11 +96,8 @@ class DocumentTooLong(Invalid):
 
     def __init__(self, tokens: int, max_tokens: int) -> None:
         """Both in tokens: what was counted, and the most that is accepted."""
-        super().__init__(
-            f"the document has {tokens} tokens; at most {max_tokens} are accepted",
-            tokens=tokens,
-            max_tokens=max_tokens,
-        )
+        told = f"the document has {tokens} tokens; at most {max_tokens} are accepted"
+        super().__init__(told, tokens=tokens, max_tokens=max_tokens)
         self.tokens = tokens
         self.max_tokens = max_tokens
 
@@ -111,11 +109,8 @@ class QuestionTooLong(Invalid):
 
     def __init__(self, tokens: int, max_tokens: int) -> None:
         """Both in tokens: what was counted, and the most that is accepted."""
-        super().__init__(
-            f"the question has {tokens} tokens; at most {max_tokens} fit after this document",
-            tokens=tokens,
-            max_tokens=max_tokens,
-        )
+        told = f"the question has {tokens} tokens; at most {max_tokens} fit after this document"
+        super().__init__(told, tokens=tokens, max_tokens=max_tokens)
         self.tokens = tokens
         self.max_tokens = max_tokens
 
@@ -247,11 +242,8 @@ class ContextFailed(Unsuitable):
 
     def __init__(self, context_id: str, error_code: str, error_detail: str) -> None:
         """Carry the error the build ended with."""
-        super().__init__(
-            f"context {context_id!r} failed: {error_detail}",
-            error_code=error_code,
-            error_detail=error_detail,
-        )
+        told = f"context {context_id!r} failed: {error_detail}"
+        super().__init__(told, error_code=error_code, error_detail=error_detail)
 
 
 class ContextModelMismatch(Unsuitable):
@@ -261,10 +253,20 @@ class ContextModelMismatch(Unsuitable):
 
     def __init__(self, context_id: str, model: str, served: str) -> None:
         """Name both models."""
+        told = f"context {context_id!r} belongs to model {model!r}; this server has {served!r}"
+        super().__init__(told, model=model, served=served)
+
+
+class HeadScoresMissing(Unsuitable):
+    """Whole heads were to be evicted, and nobody has measured those of the served model."""
+
+    code = "head_scores_missing"
+
+    def __init__(self) -> None:
+        """Name the command that measures them."""
         super().__init__(
-            f"context {context_id!r} belongs to model {model!r}; this server has {served!r}",
-            model=model,
-            served=served,
+            'policy "kvzip_head" needs head scores of the served model: run'
+            " kvkeep-server calibrate FILE with a text like your documents, and restart the server"
         )
 
 

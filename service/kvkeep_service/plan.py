@@ -16,6 +16,7 @@ from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.errors import DocumentTooLong, InvalidRequest
 from kvkeep_service.policies.choose import PolicyChoice
+from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.policies.kvzip import RepeatPrompts
 from kvkeep_service.ports import (
     CompressionSpec,
@@ -61,12 +62,12 @@ class BuildPlan:
 class Planner:
     """Plans for one loaded model. Safe in several threads."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        """Tokenise the policy's prompts once."""
+    def __init__(self, loaded: LoadedModel, head_scores: HeadScores | None = None) -> None:
+        """Tokenise the policies' prompts once. ``head_scores``: of this model, if calibrated."""
         self._loaded = loaded
         info = loaded.info
         prompts = RepeatPrompts.from_template(loaded.template)
-        self._choice = PolicyChoice(prompts, info.max_positions)
+        self._choice = PolicyChoice(loaded.language_model, prompts, head_scores)
         self.identity = ModelIdentity(
             model=info.name,
             weights_digest=info.weights_digest,
@@ -90,7 +91,7 @@ class Planner:
 
         Raises: DocumentTooLong; InvalidRequest for a span outside the document, text the chat
             template refuses, a quantisation that the model's heads cannot have, or a budget that
-            keeps too little of this document.
+            keeps too little of this document; HeadScoresMissing.
         """
         _check_quantization(compression.quantization, self.identity.head_dim)
         template, info = self._loaded.template, self._loaded.info

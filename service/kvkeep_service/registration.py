@@ -161,6 +161,7 @@ def _record(
         policy=wanted.compression.policy,
         policy_applied=prepared.policy_applied,
         ratio=prepared.ratio,
+        tokens_asked=wanted.compression.tokens,
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
         full_bytes=prepared.full_bytes,

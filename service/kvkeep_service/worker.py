@@ -13,10 +13,16 @@ from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import ContextModelMismatch, Overloaded, QuestionTooLong
+from kvkeep_service.errors import (
+    ContextModelMismatch,
+    HeadScoresMissing,
+    Overloaded,
+    QuestionTooLong,
+)
 from kvkeep_service.host_tier import HostTier
 from kvkeep_service.loading import bring
 from kvkeep_service.plan import Planner
+from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.ports import (
     AnswerEvent,
     CacheCounts,
@@ -57,12 +63,13 @@ class LocalWorker:
         resident_bytes: int,
         host: HostTier | None = None,
         threads: int | None = None,
+        head_scores: HeadScores | None = None,
     ) -> None:
         """Nothing runs until ``start``. ``host`` is for a device with memory of its own."""
         self._loaded = loaded
         self._stores = stores
         self._recovery = recovery
-        self._planner = Planner(loaded)
+        self._planner = Planner(loaded, head_scores)
         self._scheduler = Scheduler(loaded.language_model, max_waiting=max_queue, threads=threads)
         self._residency = Residency(
             self._bring,
@@ -247,7 +254,11 @@ class LocalWorker:
         except (Corrupt, NotFound) as error:
             _log.warning("document_unreadable", context=request.context_id, code=error.code)
             return None
-        plan = await asyncio.to_thread(self._planner.plan_stored, request.tenant, body)
+        try:
+            plan = await asyncio.to_thread(self._planner.plan_stored, request.tenant, body)
+        except HeadScoresMissing:
+            # Those it was built with are elsewhere: its identity cannot be told here.
+            return None
         if plan.fingerprint.digest != request.cache_id:
             return None
         return [*plan.document.prefix_ids, *plan.document.ids]

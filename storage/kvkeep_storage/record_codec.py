@@ -24,6 +24,7 @@ _WHOLE: Final = frozenset(
         "tokens_document",
         "tokens_protected",
         "tokens_total",
+        "tokens_asked",
         "full_bytes",
         "stored_bytes",
         "queries",

@@ -77,11 +77,12 @@ class Expiry:
 class ContextRecord:
     """One registered document of one tenant, and the state of its cache.
 
-    ``ratio`` is what was asked for, ``ratio_achieved`` what the committed cache holds,
-    ``ratios_available`` the ratios a query may name: the committed ones up to ``ratio``, and
-    ``ratio`` itself. ``status`` reads "expired" once ``expires_at`` has passed; it is never
-    stored so. ``refresh_requested_at`` is set while a ready context waits for a fresh generation
-    and answers from the old one. Raises: Invalid, naming the field and the limit.
+    ``ratio`` is what was asked for, or what ``tokens_asked``, kept rows per head on average, come
+    to; ``ratio_achieved`` what the committed cache holds, ``ratios_available`` the ratios a query
+    may name: the committed ones up to ``ratio``, and ``ratio`` itself. ``status`` reads "expired"
+    once ``expires_at`` has passed; it is never stored so. ``refresh_requested_at`` is set while a
+    ready context waits for a fresh generation and answers from the old one.
+    Raises: Invalid, naming the field and the limit.
     """
 
     tenant: str
@@ -116,6 +117,7 @@ class ContextRecord:
     error_code: str | None = None
     error_detail: str | None = None
     refresh_requested_at: float | None = None
+    tokens_asked: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tenant", "id", "cache_id"):

@@ -56,6 +56,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         instructions="Read this:",
         protect=[(0, 4)],
         ratio=0.1,
+        tokens=None,
         policy="kvzip",
         scoring="exact",
         allow_lossy=True,
@@ -65,6 +66,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
     )
     assert calls.CreateOptions.__annotations__.keys() - _sent(call) == {
         "ratio",
+        "tokens",
         "policy",
         "scoring",
         "allow_lossy",

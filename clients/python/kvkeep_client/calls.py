@@ -9,6 +9,9 @@ from urllib.parse import quote
 from kvkeep_client.models import UNSET, ExpiresAfter, Unset
 
 Order = Literal["asc", "desc"]
+Policy = Literal[
+    "kvzip", "kvzip_head", "snapkv", "expected_attention", "streaming", "random", "none"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class Call:
 class CreateOptions(TypedDict, total=False):
     """What may be said about a context besides its document.
 
-    ``ratio`` is the fraction of the KV cache to keep; below 0.15 only with ``allow_lossy``.
+    ``policy`` picks what stays. ``ratio`` is the fraction of the KV cache to keep; below 0.15 only
+    with ``allow_lossy``. ``tokens`` is, instead, how many tokens each head keeps on average.
     ``normalization`` is what scores are multiplied by.
     ``quantization`` is how many bits a number of what is kept takes, "none" as many as before.
     ``protect`` has half-open character spans of the document that are never evicted.
@@ -38,7 +42,8 @@ class CreateOptions(TypedDict, total=False):
     instructions: str | None
     protect: Sequence[tuple[int, int]]
     ratio: float | None
-    policy: str
+    tokens: int | None
+    policy: Policy
     scoring: Literal["auto", "exact", "local"]
     allow_lossy: bool
     quantization: Literal["none", "int8", "int4"]
@@ -68,7 +73,15 @@ class QueryOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, object]
 
 
-_COMPRESSION = ("ratio", "policy", "scoring", "allow_lossy", "quantization", "normalization")
+_COMPRESSION = (
+    "ratio",
+    "tokens",
+    "policy",
+    "scoring",
+    "allow_lossy",
+    "quantization",
+    "normalization",
+)
 
 
 def create_context(

@@ -21,7 +21,7 @@ from kvkeep_client.answers import AnswerStream
 from kvkeep_client.calls import CreateOptions, QueryOptions
 from kvkeep_client.client import KVKeep
 from kvkeep_client.errors import APIError, ContextNotFound, KVKeepError, ServerUnreachable
-from kvkeep_client.models import ContextInfo
+from kvkeep_client.shown import details, row, summary
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -52,6 +52,18 @@ AllowLossy = Annotated[
 ]
 
 
+class Policy(StrEnum):
+    """What picks the part that stays."""
+
+    KVZIP = "kvzip"
+    KVZIP_HEAD = "kvzip_head"
+    SNAPKV = "snapkv"
+    EXPECTED_ATTENTION = "expected_attention"
+    STREAMING = "streaming"
+    RANDOM = "random"
+    NONE = "none"
+
+
 class Scoring(StrEnum):
     """How KVzip scores what to keep."""
 
@@ -77,7 +89,11 @@ def put(
         str | None, typer.Option(help="What to call it; the file's name otherwise.")
     ] = None,
     ratio: Ratio = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that each head keeps, instead of a ratio.")
+    ] = None,
     allow_lossy: AllowLossy = False,
+    policy: Annotated[Policy, typer.Option(help="What picks what stays.")] = Policy.KVZIP,
     scoring: Annotated[Scoring, typer.Option(help="How to score.")] = Scoring.AUTO,
     quantization: Annotated[
         Quantization,
@@ -96,7 +112,9 @@ def put(
         "name": file.name if name is None else name,
         "system": system,
         "ratio": ratio,
+        "tokens": tokens,
         "allow_lossy": allow_lossy,
+        "policy": policy.value,
         "scoring": scoring.value,
         "quantization": quantization.value,
     }
@@ -107,7 +125,7 @@ def put(
         if as_json:
             _print_json(context.info.received)
             return
-        _say(_summary(context.info))
+        _say(summary(context.info))
         _print(context.id)
 
 
@@ -177,7 +195,7 @@ def list_contexts(
     # Where a terminal is too narrow it is the names that wrap, never the ids.
     table.add_column("NAME")
     for info in infos:
-        table.add_row(*(Text(cell) for cell in _row(info)))
+        table.add_row(*(Text(cell) for cell in row(info)))
     # Piped, a row is one line of whatever length.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
 
@@ -207,7 +225,7 @@ def show(
     if as_json:
         _print_json(info.received)
         return
-    for title, value in _details(info):
+    for title, value in details(info):
         _print(f"{title:<10}{value}")
 
 
@@ -273,63 +291,6 @@ def _advice(error: KVKeepError) -> str:
             return f"\nThe server's log has it under request {request_id}."
         case _:
             return ""
-
-
-def _summary(info: ContextInfo) -> str:
-    if not info.is_ready:
-        return f"{info.status}: {info.tokens.total:,} tokens to read"
-    compression = info.compression
-    stored = compression.stored_bytes or 0
-    return (
-        f"ready: {info.tokens.total:,} tokens,"
-        f" {_bytes(stored)} stored of {_bytes(compression.full_bytes)} ({_kept(info)} kept)"
-    )
-
-
-def _row(info: ContextInfo) -> tuple[str, ...]:
-    stored = info.compression.stored_bytes
-    return (
-        info.id,
-        info.status,
-        f"{info.tokens.total:,}",
-        _kept(info),
-        "-" if stored is None else _bytes(stored),
-        str(info.queries),
-        info.name or "",
-    )
-
-
-def _details(info: ContextInfo) -> Iterator[tuple[str, str]]:
-    yield "context", info.id
-    yield "name", info.name or "-"
-    yield "status", info.status
-    if info.progress is not None:
-        yield "progress", f"{info.progress.stage}, {info.progress.fraction:.0%}"
-    if info.error is not None:
-        yield "error", f"{info.error.code}: {info.error.detail}"
-    yield "model", info.model
-    yield "tokens", f"{info.tokens.total:,} ({info.tokens.protected:,} protected)"
-    yield "kept", f"{_kept(info)} by {info.compression.policy_applied}"
-    stored = info.compression.stored_bytes
-    yield "size", f"{_bytes(stored or 0)} of {_bytes(info.compression.full_bytes)}"
-    yield "queries", str(info.queries)
-    yield "created", info.created_at.isoformat(" ", "seconds")
-    yield "expires", info.expires_at.isoformat(" ", "seconds") if info.expires_at else "never"
-    for key, value in info.metadata.items():
-        yield "metadata", f"{key}={value}"
-
-
-def _kept(info: ContextInfo) -> str:
-    achieved = info.compression.ratio_achieved
-    return f"{info.compression.ratio if achieved is None else achieved:.0%}"
-
-
-def _bytes(count: int) -> str:
-    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while size >= 1024 and (larger := next(units, None)):
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _print(text: str) -> None:

@@ -24,6 +24,7 @@ KVKeepError                      every error carries code, status, request_id an
     │   ├── ContextNotReady
     │   ├── ContextFailed
     │   ├── ContextModelMismatch
+    │   ├── HeadScoresMissing
     │   └── IdempotencyInFlight
     ├── Gone                     410
     │   └── ContextExpired
@@ -206,6 +207,10 @@ class ContextModelMismatch(Conflict):
     """The context was registered for another model than the served one."""
 
 
+class HeadScoresMissing(Conflict):
+    """Whole heads were to be evicted, and the served model has not been calibrated."""
+
+
 class IdempotencyInFlight(Conflict):
     """The first request with this idempotency key is still running."""
 
@@ -260,6 +265,7 @@ _BY_CODE: Mapping[str, type[APIError]] = {
     "context_not_ready": ContextNotReady,
     "context_failed": ContextFailed,
     "context_model_mismatch": ContextModelMismatch,
+    "head_scores_missing": HeadScoresMissing,
     "idempotency_in_flight": IdempotencyInFlight,
     "context_expired": ContextExpired,
     "quota_exceeded": QuotaExceeded,

@@ -54,6 +54,7 @@ class TokenCounts:
 class Compression:
     """How the cache was compressed. Ratios are fractions kept; sizes are in bytes.
 
+    ``tokens`` were asked for instead of a ratio, and ``ratio`` is what they came to; or None.
     ``ratio_achieved`` and ``stored_bytes`` are None until the cache is built.
     """
 
@@ -66,6 +67,7 @@ class Compression:
     quantization: str
     full_bytes: int
     stored_bytes: int | None
+    tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ def _read_compression(fields: Fields) -> Compression:
         quantization=fields.text("quantization"),
         full_bytes=fields.integer("full_bytes"),
         stored_bytes=fields.integer_or_none("stored_bytes"),
+        tokens=fields.integer_or_none("tokens"),
     )
 
 

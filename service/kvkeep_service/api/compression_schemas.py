@@ -1,14 +1,14 @@
 """How a context is to be compressed, as it comes in; ``ratio`` is the fraction of KV kept."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvkeep_service.api.strict import Strict, only
-from kvkeep_service.budget import DEFAULT_RATIO, check_ratio
+from kvkeep_service.budget import DEFAULT_RATIO, HEAD_RATIO, check_ratio
 from kvkeep_service.errors import InvalidRequest
-from kvkeep_service.ports import CompressionSpec, Quantization, Scoring
+from kvkeep_service.ports import CompressionSpec, PolicyName, Quantization
 
 
 def _no_auto(value: object) -> object:
@@ -33,15 +33,15 @@ class Compression(Strict):
             "random",
             "none",
         ],
-        only("kvzip", "none"),
+        only(*get_args(PolicyName)),
     ] = "kvzip"
-    """What picks what stays; not supported yet: only "kvzip" and "none" (all) are accepted."""
+    """What picks what stays, as docs/policies.md says; "none": all stays; "kvpop" is refused."""
     ratio: Annotated[float | None, BeforeValidator(_no_auto)] = None
-    """Fraction kept, 0.05 to 1; below 0.15 only with allow_lossy. null: 0.3; policy "none": 1."""
+    """Fraction kept, 0.05 to 1; below 0.15 only with allow_lossy. null: 0.3; 0.6 for kvzip_head."""
     allow_lossy: bool = False
     """Whether a ratio below 0.15, at which answers suffer, is meant."""
-    tokens: Annotated[int | None, only(None)] = None
-    """Tokens kept per head, instead of ratio; not supported yet: only null is accepted."""
+    tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
+    """Tokens kept per head on average instead of ratio, 1 or more; all when it has no more."""
     neighbours: Annotated[int, only(0)] = 0
     """Chunks seen on each side by local scoring; not supported yet: only 0 is accepted."""
     max_loss: Annotated[float | None, only(None)] = None
@@ -57,18 +57,45 @@ class Compression(Strict):
 
     def spec(self) -> CompressionSpec:
         """Resolve defaults. Raises: InvalidRequest, for values that do not go together."""
+        if self.policy == "kvpop":
+            raise InvalidRequest("compression.policy", '"kvpop" is not supported')
+        if self.policy != "kvzip":
+            self._check_not_scored_by_repeating(self.policy)
+        return CompressionSpec(
+            policy=self.policy,
+            ratio=self._ratio(),
+            scoring="exact" if self.scoring == "exact" else "local",
+            quantization=self._quantization,
+            normalization=self.normalization,
+            tokens=self.tokens,
+            allow_lossy=self.allow_lossy,
+        )
+
+    def _check_not_scored_by_repeating(self, policy: PolicyName) -> None:
+        reason = "scores nothing" if policy == "none" else "does not score by repeating"
+        for field, value, usual in (
+            ("scoring", self.scoring, "auto"),
+            ("normalization", self.normalization, "none"),
+        ):
+            if value != usual:
+                raise InvalidRequest(
+                    f"compression.{field}", f'policy "{policy}" {reason}: leave it out'
+                )
+
+    def _ratio(self) -> float:
+        """The ratio asked for; of no meaning where tokens were."""
         if self.policy == "none":
             if self.ratio not in (None, 1.0):
                 raise InvalidRequest("compression.ratio", 'policy "none" keeps everything: 1.0')
-            if self.scoring != "auto":
-                raise InvalidRequest("compression.scoring", 'policy "none" scores nothing')
-            if self.normalization != "none":
-                raise InvalidRequest("compression.normalization", 'policy "none" scores nothing')
-            return CompressionSpec("none", 1.0, "local", self._quantization)
-        ratio = DEFAULT_RATIO if self.ratio is None else self.ratio
+            if self.tokens is not None:
+                raise InvalidRequest("compression.tokens", 'policy "none" keeps everything')
+            return 1.0
+        if self.tokens is not None and self.ratio is not None:
+            raise InvalidRequest("compression.tokens", "send either tokens or ratio")
+        usual = HEAD_RATIO if self.policy == "kvzip_head" else DEFAULT_RATIO
+        ratio = usual if self.ratio is None else self.ratio
         check_ratio("compression.ratio", ratio, allow_lossy=self.allow_lossy)
-        scoring: Scoring = "exact" if self.scoring == "exact" else "local"
-        return CompressionSpec("kvzip", ratio, scoring, self._quantization, self.normalization)
+        return ratio
 
     @property
     def _quantization(self) -> Quantization:

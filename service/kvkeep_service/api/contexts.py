@@ -54,6 +54,7 @@ router = APIRouter(prefix="/contexts", tags=["contexts"])
             "empty_document",
             "document_too_long",
             "model_not_found",
+            "head_scores_missing",
             "quota_exceeded",
             "storage_unavailable",
             "worker_unavailable",

@@ -61,6 +61,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "context_not_ready": Entry(409, "The context is not ready"),
     "context_failed": Entry(409, "The context failed to build"),
     "context_model_mismatch": Entry(409, "The context belongs to another model"),
+    "head_scores_missing": Entry(409, "The served model has not been calibrated"),
     "idempotency_in_flight": Entry(409, "The first request with this key is still running"),
     "conflict": Entry(409, "The state does not allow this"),
     "lease_lost": Entry(409, "Another process took over"),

@@ -58,13 +58,15 @@ class CompressionView(View):
     policy_applied: str
     """The policy used; "none" when the document was too short to evict."""
     ratio: float
-    """Fraction of KV pairs to keep that was asked for, 0.05 to 1."""
+    """Fraction of KV pairs to keep that was asked for, or that tokens came to, 0.05 to 1."""
+    tokens: int | None
+    """Tokens to keep per head on average that were asked for. null: a ratio was."""
     ratio_achieved: float | None
     """Fraction that was kept, 0 to 1. null: not built yet."""
     ratios_available: list[float]
     """The ratios that a query may name; empty until it is built."""
     scoring: str
-    """How KV pairs were scored: "local" or "exact"."""
+    """How KV pairs were scored: "local" or "exact"; "none" where the policy is not "kvzip"."""
     quantization: str
     """How kept KV pairs are stored; always "none" in this version."""
     full_bytes: int
@@ -150,9 +152,11 @@ class ContextView(View):
                 policy=record.policy,
                 policy_applied=record.policy_applied,
                 ratio=record.ratio,
+                tokens=record.tokens_asked,
                 ratio_achieved=record.ratio_achieved,
                 ratios_available=list(record.ratios_available),
-                scoring=record.scoring,
+                # Records name one whatever the policy.
+                scoring=record.scoring if record.policy == "kvzip" else "none",
                 quantization=record.quantization,
                 full_bytes=record.full_bytes,
                 stored_bytes=record.stored_bytes,

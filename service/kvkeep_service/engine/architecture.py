@@ -150,11 +150,16 @@ def fixed_rope(model: PreTrainedModel, config: Any) -> str:
     return json.dumps(rope, sort_keys=True)
 
 
+def has_rope_by_kind(config: Any) -> bool:
+    """Whether layers that slide have a rope of their own."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(part, dict) for part in rope.values())
+
+
 def _rope_types(config: Any) -> Iterator[str]:
     """Of all layers, or of each kind of layer where these differ."""
     rope = getattr(config, "rope_parameters", None) or {}
-    by_kind = [part for part in rope.values() if isinstance(part, dict)]
-    for part in by_kind or [rope]:
+    for part in rope.values() if has_rope_by_kind(config) else [rope]:
         yield part.get("rope_type", "default")
 
 

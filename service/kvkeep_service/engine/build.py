@@ -67,6 +67,9 @@ class BuiltCache:
     timings: dict[str, float]
 
 
+Parameters = Mapping[str, str | int | float]
+
+
 class PrefillWatcher(Protocol):
     """What a policy keeps of the queries of the prefill, to need no pass of its own."""
 
@@ -96,7 +99,7 @@ class ScoringPolicy(Protocol):
         ...
 
     @property
-    def parameters(self) -> Mapping[str, str | int | float]:
+    def parameters(self) -> Parameters:
         """What else decides the scores; with name and version, part of the cache's identity."""
         ...
 
@@ -130,7 +133,7 @@ def build(
     cache = FullCache(shape, document.num_tokens, dtype=model.dtype, device=model.device)
     share = 0.5 if policy else 0.95
     watcher = policy.watcher if policy else None
-    for fraction in _prefill(model, cache, document, watcher):
+    for fraction in prefill(model, cache, document, watcher):
         yield Progress("prefill", share * fraction)
     prefilled = time.perf_counter()
     evicting = yield from _selection(model, cache, document, policy, ratios)
@@ -191,12 +194,13 @@ class PrefillPass:
         return dense_prefill(q[0], own, scale=scale, window=window).out[None]
 
 
-def _prefill(
+def prefill(
     model: LanguageModel,
     cache: FullCache,
     document: DocumentTokens,
-    watcher: PrefillWatcher | None = None,
+    watcher: PrefillWatcher | None,
 ) -> Generator[float, None, None]:
+    """Fill a cache with the whole document, yielding the fraction done after each slice."""
     ids = torch.tensor([[*document.prefix_ids, *document.ids]])
     total = ids.shape[1]
     for first in range(0, total, SLICE_TOKENS):

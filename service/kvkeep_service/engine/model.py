@@ -24,6 +24,7 @@ from kvkeep_service.engine.architecture import (
     check_model_type,
     check_supported,
     fixed_rope,
+    has_rope_by_kind,
 )
 from kvkeep_service.engine.attention import (
     ATTENTION_NAME,
@@ -38,6 +39,7 @@ from kvkeep_service.engine.gguf import (
     quiet_progress,
 )
 from kvkeep_service.engine.one_row import multiply_single_rows_as_vectors
+from kvkeep_service.engine.rotation import Rotation
 from kvkeep_service.engine.template import ChatTemplate
 from kvkeep_service.ports import KernelsInfo, ModelInfo
 from kvkeep_service.start_errors import ModelUnavailable, SettingsInvalid
@@ -89,6 +91,20 @@ class LanguageModel:
         finally:
             for handle in hooks:
                 handle.remove()
+
+    def rotation(self, layer: int, first: int, last: int) -> Rotation:
+        """The rope of a layer at positions ``first`` to ``last`` (exclusive)."""
+        decoder, config = self._model.model, self._model.config
+        positions = torch.arange(first, last, device=self.device)[None]
+        # The embedding takes dtype and device from this, and nothing else.
+        like = torch.empty(0, device=self.device)
+        if not getattr(decoder.layers[layer].self_attn, "use_rope", True):
+            return Rotation.none(last - first, self.shape.head_dim, self.device)
+        if has_rope_by_kind(config):
+            cos, sin = decoder.rotary_emb(like, positions, config.layer_types[layer])
+        else:
+            cos, sin = decoder.rotary_emb(like, positions)
+        return Rotation(cos[0], sin[0])
 
     def output_projection(self, layer: int) -> Tensor:
         """What takes each query head's output to hidden states: [num_q_heads, hidden, head_dim]."""

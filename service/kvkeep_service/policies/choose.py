@@ -7,7 +7,15 @@ same for every one of them.
 from dataclasses import dataclass
 
 from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
+from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.errors import HeadScoresMissing
+from kvkeep_service.policies.expected_attention import ExpectedAttention
+from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts, chunk_tokens
+from kvkeep_service.policies.kvzip_head import KVzipHead
+from kvkeep_service.policies.random import Random
+from kvkeep_service.policies.snapkv import SnapKV
+from kvkeep_service.policies.streaming import Streaming
 from kvkeep_service.ports import CompressionSpec
 
 MIN_DOCUMENT_TOKENS = 256
@@ -16,29 +24,47 @@ MIN_DOCUMENT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """What policies need to know of the served model."""
+    """What policies need to know of the served model. ``head_scores``: of ``calibrate``, if any."""
 
+    model: LanguageModel
     prompts: RepeatPrompts
-    max_positions: int
+    head_scores: HeadScores | None
 
     def choose(
         self, compression: CompressionSpec, document: DocumentTokens
     ) -> ScoringPolicy | None:
-        """The policy of one build; None keeps every row, where nothing may or can be evicted."""
+        """The policy of one build; None keeps every row, where nothing may or can be evicted.
+
+        Raises: HeadScoresMissing, for whole heads of a model that has not been calibrated.
+        """
         is_long = len(document.ids) >= MIN_DOCUMENT_TOKENS
-        if not is_long or bool(document.protected.all()):
-            return None
+        policy = self._named(compression, document.num_tokens)
+        return policy if is_long and not bool(document.protected.all()) else None
+
+    def _named(self, compression: CompressionSpec, num_tokens: int) -> ScoringPolicy | None:
         match compression.policy:
+            case "kvzip":
+                return self._kvzip(compression, num_tokens)
+            case "kvzip_head":
+                if self.head_scores is None:
+                    raise HeadScoresMissing
+                return KVzipHead(self.head_scores)
+            case "snapkv":
+                return SnapKV()
+            case "expected_attention":
+                return ExpectedAttention(self.model)
+            case "streaming":
+                return Streaming()
+            case "random":
+                return Random()
             case "none":
                 return None
-            case "kvzip":
-                return KVzip(
-                    self.prompts,
-                    scoring=compression.scoring,
-                    chunk_tokens=chunk_tokens(
-                        compression.scoring, document.num_tokens, self.max_positions
-                    ),
-                    normalization=compression.normalization,
-                )
-            case other:
-                raise NotImplementedError(other)
+
+    def _kvzip(self, compression: CompressionSpec, num_tokens: int) -> KVzip:
+        chunk = chunk_tokens(compression.scoring, num_tokens, self.model.shape.max_positions)
+        return KVzip(
+            self.prompts,
+            scoring=compression.scoring,
+            chunk_tokens=chunk,
+            normalization=compression.normalization,
+        )

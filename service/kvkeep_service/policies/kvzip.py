@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.scoring import PlusFactors, chunk_max_attention, row_lse
-from kvkeep_service.engine.build import SLICE_TOKENS, DocumentTokens
+from kvkeep_service.engine.build import SLICE_TOKENS, DocumentTokens, Parameters
 from kvkeep_service.engine.cache import FullCache, Tail
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.ports import Normalization, Scoring
@@ -103,7 +103,7 @@ class KVzip:
         self.chunk_tokens = chunk_tokens
 
     @property
-    def parameters(self) -> dict[str, str | int | float]:
+    def parameters(self) -> Parameters:
         """As ``ScoringPolicy.parameters``."""
         named: dict[str, str | int | float] = {
             "scoring": self._scoring,

@@ -13,7 +13,6 @@ JSON = dict[str, Any]
 REFUSED = {
     "ContextCreate": {"messages": "null"},
     "Compression": {
-        "tokens": "null",
         "neighbours": "0",
         "max_loss": "null",
     },

@@ -69,6 +69,7 @@ def context_object(number: int, body: JSON) -> JSON:
             "policy": "kvzip",
             "policy_applied": "kvzip",
             "ratio": compression.get("ratio") or 0.3,
+            "tokens": compression.get("tokens"),
             "ratio_achieved": None,
             "ratios_available": [0.15, 0.3],
             "scoring": "local",

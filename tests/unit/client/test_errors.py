@@ -26,6 +26,7 @@ def problem(status: int, code: str, **facts: object) -> Problem:
         (409, "context_not_ready", "ContextNotReady"),
         (409, "context_failed", "ContextFailed"),
         (409, "context_model_mismatch", "ContextModelMismatch"),
+        (409, "head_scores_missing", "HeadScoresMissing"),
         (409, "idempotency_in_flight", "IdempotencyInFlight"),
         (410, "context_expired", "ContextExpired"),
         (429, "rate_limited", "RateLimited"),

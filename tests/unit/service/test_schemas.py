@@ -24,10 +24,8 @@ def create(**fields: Any) -> ContextCreate:
 
 
 UNSUPPORTED_COMPRESSION = [
-    *(("policy", policy) for policy in ("kvzip_head", "kvpop", "streaming", "snapkv")),
-    *(("policy", policy) for policy in ("expected_attention", "random")),
+    ("policy", "kvpop"),
     ("ratio", "auto"),
-    ("tokens", 500),
     ("neighbours", 2),
     ("max_loss", 0.01),
     ("quantization", "fp8"),
@@ -142,7 +140,8 @@ def test_a_field_refused_inside_is_no_field_of_the_top() -> None:
             ContextCreate,
             {"compression": {"policy": "kvpop"}},
             "compression.policy",
-            '"kvzip" or "none"',
+            '"kvzip" or "kvzip_head" or "snapkv" or "expected_attention" or "streaming" or'
+            ' "random" or "none"',
         ),
         (Query, {"session": "ans_1"}, "session", "null"),
         (Query, {"fork": True}, "fork", "false"),
@@ -184,6 +183,9 @@ def test_a_value_of_another_kind_is_refused_in_words_of_json(
         ({"compression": {"ratio": True}}, "compression.ratio"),
         ({"compression": {"ratio": float("nan")}}, "compression.ratio"),
         ({"compression": None}, "compression"),
+        ({"compression": {"tokens": 0}}, "compression.tokens"),
+        ({"compression": {"tokens": 1.5}}, "compression.tokens"),
+        ({"compression": {"tokens": 2**31}}, "compression.tokens"),
         ({"wait": 301}, "wait"),
         ({"documents": []}, "documents"),
         ({"document": 7}, "document"),
@@ -264,7 +266,20 @@ def test_spans_count_characters_not_bytes() -> None:
         ({}, CompressionSpec("kvzip", 0.3, "local")),
         ({"ratio": 1}, CompressionSpec("kvzip", 1.0, "local")),
         ({"ratio": 0.15, "scoring": "exact"}, CompressionSpec("kvzip", 0.15, "exact")),
-        ({"ratio": 0.05, "allow_lossy": True}, CompressionSpec("kvzip", 0.05, "local")),
+        (
+            {"ratio": 0.05, "allow_lossy": True},
+            CompressionSpec("kvzip", 0.05, "local", allow_lossy=True),
+        ),
+        *(
+            ({"policy": name}, CompressionSpec(name, 0.3))
+            for name in ("snapkv", "expected_attention", "streaming", "random")
+        ),
+        ({"policy": "kvzip_head"}, CompressionSpec("kvzip_head", 0.6)),
+        ({"tokens": 1}, CompressionSpec(tokens=1)),
+        (
+            {"policy": "snapkv", "tokens": 900, "allow_lossy": True},
+            CompressionSpec("snapkv", tokens=900, allow_lossy=True),
+        ),
         ({"policy": "none"}, CompressionSpec("none", 1.0, "local")),
         ({"policy": "none", "ratio": 1.0}, CompressionSpec("none", 1.0, "local")),
         (
@@ -289,6 +304,16 @@ def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) ->
         ({"policy": "none", "ratio": 0.3}, "compression.ratio"),
         ({"policy": "none", "scoring": "exact"}, "compression.scoring"),
         ({"policy": "none", "normalization": "kvzip_plus"}, "compression.normalization"),
+        *(
+            ({"policy": name, **asked}, f"compression.{field}")
+            for name in ("kvzip_head", "snapkv", "expected_attention", "streaming", "random")
+            for field, asked in (
+                ("scoring", {"scoring": "local"}),
+                ("normalization", {"normalization": "kvzip_plus"}),
+            )
+        ),
+        ({"policy": "none", "tokens": 100}, "compression.tokens"),
+        ({"ratio": 0.3, "tokens": 100}, "compression.tokens"),
     ],
 )
 def test_compression_that_cannot_be_is_refused(body: dict[str, Any], field: str) -> None:

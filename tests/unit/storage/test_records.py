@@ -194,6 +194,7 @@ def test_every_field_of_a_record_survives_when_all_are_set() -> None:
         error_code="c",
         error_detail="d",
         refresh_requested_at=7.0,
+        tokens_asked=900,
     )
     assert set(record.to_hash()) == {field.name for field in fields(ContextRecord)}
     assert ContextRecord.from_hash(record.to_hash()) == record

@@ -7,7 +7,7 @@ import torch
 
 from kvkeep_kernels.reference import chunk_max_attention
 from kvkeep_service.engine.architecture import check_supported
-from kvkeep_service.engine.build import DocumentTokens, RatioMissed, _check_achieved
+from kvkeep_service.engine.build import DocumentTokens, RatioMissed, _check_achieved, prefill
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.policies.kvzip import (
@@ -28,9 +28,7 @@ def our_scores(
     model: LanguageModel, document: DocumentTokens, scoring: str, normalization: str = "none"
 ) -> torch.Tensor:
     cache = FullCache(model.shape, document.num_tokens, dtype=model.dtype, device=model.device)
-    from kvkeep_service.engine.build import _prefill
-
-    for _ in _prefill(model, cache, document):
+    for _ in prefill(model, cache, document, None):
         pass
     options = {"scoring": scoring, "normalization": normalization, "chunk_tokens": CHUNK}
     steps = KVzip(PROMPTS, **options).score(model, cache, document)

@@ -1,0 +1,65 @@
+"""How the commands of ``kvkeep`` show a context: as a line, a row or a page."""
+
+from collections.abc import Iterator
+
+from kvkeep_client.models import ContextInfo
+
+
+def summary(info: ContextInfo) -> str:
+    """One line: what became of it."""
+    if not info.is_ready:
+        return f"{info.status}: {info.tokens.total:,} tokens to read"
+    compression = info.compression
+    stored = compression.stored_bytes or 0
+    return (
+        f"ready: {info.tokens.total:,} tokens,"
+        f" {_bytes(stored)} stored of {_bytes(compression.full_bytes)} ({_kept(info)} kept)"
+    )
+
+
+def row(info: ContextInfo) -> tuple[str, ...]:
+    """The cells of a list: id, status, tokens, kept, size, queries, name."""
+    stored = info.compression.stored_bytes
+    return (
+        info.id,
+        info.status,
+        f"{info.tokens.total:,}",
+        _kept(info),
+        "-" if stored is None else _bytes(stored),
+        str(info.queries),
+        info.name or "",
+    )
+
+
+def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
+    """Titles and values, line by line."""
+    yield "context", info.id
+    yield "name", info.name or "-"
+    yield "status", info.status
+    if info.progress is not None:
+        yield "progress", f"{info.progress.stage}, {info.progress.fraction:.0%}"
+    if info.error is not None:
+        yield "error", f"{info.error.code}: {info.error.detail}"
+    yield "model", info.model
+    yield "tokens", f"{info.tokens.total:,} ({info.tokens.protected:,} protected)"
+    yield "kept", f"{_kept(info)} by {info.compression.policy_applied}"
+    stored = info.compression.stored_bytes
+    yield "size", f"{_bytes(stored or 0)} of {_bytes(info.compression.full_bytes)}"
+    yield "queries", str(info.queries)
+    yield "created", info.created_at.isoformat(" ", "seconds")
+    yield "expires", info.expires_at.isoformat(" ", "seconds") if info.expires_at else "never"
+    for key, value in info.metadata.items():
+        yield "metadata", f"{key}={value}"
+
+
+def _kept(info: ContextInfo) -> str:
+    achieved = info.compression.ratio_achieved
+    return f"{info.compression.ratio if achieved is None else achieved:.0%}"
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while size >= 1024 and (larger := next(units, None)):
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
