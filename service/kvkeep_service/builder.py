@@ -14,8 +14,9 @@ from importlib.metadata import version
 import structlog
 
 from kvkeep_service.engine.build import BuiltCache, Progress, build
+from kvkeep_service.engine.builds import BuildTask
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.scheduler import BuildTask, Scheduler
+from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
@@ -286,7 +287,7 @@ class Builder:
 
         task = BuildTask(
             steps=build(
-                self._model,
+                self._scheduler.build_model,
                 plan.document,
                 policy=plan.policy,
                 ratios=ratios,

@@ -94,6 +94,10 @@ class Settings(BaseSettings):
     """Positions kept free for question and answer: a document may use all but these."""
     max_queue: int = Field(64, ge=1, le=100_000)
     """Queries that may wait for the engine; one more is answered 503 overloaded."""
+    build_slice_ms: float | None = Field(None, gt=0, le=60_000)
+    """What a build may take between two tokens of running answers; None is half a token's time."""
+    memory_bytes: int | None = Field(None, ge=2**20)
+    """For caches, builds and running answers together; None is 0.9 of what is free at the start."""
     resident_bytes: int = Field(4 * 2**30, ge=0)
     """Budget for caches held in the engine's memory."""
     host_bytes: int = Field(4 * 2**30, ge=0)

@@ -27,6 +27,7 @@
         ├── RecordsForeign
         ├── QuotaExceeded
         ├── Overloaded
+        ├── MemoryShort
         └── WorkerUnavailable
 
 Statuses and titles are in ``api/errors.py``. No message carries text of a document, a question
@@ -329,6 +330,17 @@ class Overloaded(Busy):
         """Name the limit, and what it is on."""
         super().__init__(f"{max_queue} {what} already", max_queue=max_queue)
         self.max_queue = max_queue
+        self.retry_after_seconds = retry_after_seconds
+
+
+class MemoryShort(Busy):
+    """The memory of the engine is in use by others, or ran out."""
+
+    code = "overloaded"
+
+    def __init__(self, what: str, retry_after_seconds: int = 1) -> None:
+        """Say for what there was none."""
+        super().__init__(f"there is no memory for {what} now")
         self.retry_after_seconds = retry_after_seconds
 
 

@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Sequential
 from contextlib import suppress
 
+from kvkeep_service.engine.answering import QueryTask
 from kvkeep_service.engine.decode import Sequence
-from kvkeep_service.engine.scheduler import QueryTask, Scheduler
+from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.ports import AnswerEvent, QueryRequest, QueryTimings, TokenEvent
 from kvkeep_service.residency import Pinned
 

@@ -77,6 +77,12 @@ class Sequence:
         return self.context.num_tokens + self.tail.tokens
 
     @property
+    def next_slice(self) -> tuple[int, ...]:
+        """The tokens of the question that are to be read next; the same in any batch."""
+        first = self.tail.tokens
+        return self.question_ids[first : first + QUESTION_SLICE_TOKENS]
+
+    @property
     def has_to_wait(self) -> bool:
         """Whether reading may have to wait for layers of the context."""
         arrival = self.context.arrival
@@ -114,24 +120,47 @@ class Sequence:
 
 
 def prefill_question(model: LanguageModel, sequence: Sequence) -> str | None:
-    """Read the next slice of a question. Returns the first text once all of it is read.
+    """As ``prefill_questions``, of one; but for layers that are still to arrive, it waits.
 
-    Modifies the sequence and its tail, which stay as they were when the forward fails; one
-    bounded work item, but for layers of the context that are still to arrive: these it waits for.
-    Raises: NotYet, and what ended the load of the context.
+    Raises: NotYet, what ended the load of the context, and what picking its token raised.
     """
-    if sequence.read_at is None:
-        sequence.read_at = time.perf_counter()
-    first = sequence.tail.tokens
-    piece = sequence.question_ids[first : first + QUESTION_SLICE_TOKENS]
-    positions = torch.arange(sequence.position, sequence.position + len(piece))[None]
-    sequence.tail.reserve(len(piece))
-    attention = _QuestionPass(sequence.context, sequence.tail)
-    hidden = model.hidden(torch.tensor([piece]), positions, attention)
-    sequence.tail.extend(len(piece))
-    if not sequence.is_prefilled:
-        return None
-    return sequence.accept(model.logits(hidden[0, -1:])[0])
+    (outcome,) = prefill_questions(model, [sequence])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def prefill_questions(
+    model: LanguageModel, sequences: Several[Sequence]
+) -> list[str | Exception | None]:
+    """Read the next slice of every question, in one forward. One bounded work item.
+
+    Returns for each the first text once all of it is read, else None; or what picking its token
+    raised, which spares the others.
+    Modifies the sequences and their tails, which stay as they were when the forward fails.
+    """
+    now = time.perf_counter()
+    slices: list[_Slice] = []
+    positions: list[int] = []
+    token_ids: list[int] = []
+    for sequence in sequences:
+        if sequence.read_at is None:
+            sequence.read_at = now
+        piece = sequence.next_slice
+        sequence.tail.reserve(len(piece))
+        is_last = sequence.tail.tokens + len(piece) == len(sequence.question_ids)
+        start = len(token_ids)
+        slices.append(_Slice(sequence, start, start + len(piece), is_last))
+        positions += range(sequence.position, sequence.position + len(piece))
+        token_ids += piece
+    hidden = model.hidden(
+        torch.tensor([token_ids]), torch.tensor([positions]), _QuestionsPass(slices)
+    )
+    ends = [one.stop - 1 for one in slices if one.is_last]
+    logits = iter(model.logits(hidden[0, ends]) if ends else ())
+    for one in slices:
+        one.sequence.tail.extend(one.stop - one.start)
+    return [_accepted(one.sequence, next(logits)) if one.is_last else None for one in slices]
 
 
 def decode_step(model: LanguageModel, sequences: Several[Sequence]) -> list[str | Exception]:
@@ -159,6 +188,16 @@ def _accepted(sequence: Sequence, logits: Tensor) -> str | Exception:
         return error
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A piece of one question, ``start`` to ``stop`` among the tokens of a forward."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    is_last: bool
+
+
 class _QuestionPass:
     """New tokens of one question: the whole context visible, its own tail causally."""
 
@@ -173,6 +212,24 @@ class _QuestionPass:
         own, bounds = self._tail.write(layer, k[0], v[0]), self._tail.bounds(layer)
         rows = self._context.layers[layer]
         return ragged_prefill(q[0], rows, own, scale=scale, bounds=bounds)[None]
+
+
+class _QuestionsPass:
+    """Slices of several questions in one row, each attending as if it were alone."""
+
+    def __init__(self, slices: Several[_Slice]) -> None:
+        self._parts = [
+            (slice(one.start, one.stop), _QuestionPass(one.sequence.context, one.sequence.tail))
+            for one in slices
+        ]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As ``AttentionPass.attend``, batch 1. Modifies the tails."""
+        outs = [
+            part.attend(layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], scale)
+            for rows, part in self._parts
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 class _DecodePass:

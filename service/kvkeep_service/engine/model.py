@@ -30,6 +30,7 @@ from kvkeep_service.engine.attention import (
     ATTENTION_NAME,
     PASS_ARGUMENT,
     AttentionPass,
+    MakingWay,
     register_attention,
 )
 from kvkeep_service.engine.gguf import (
@@ -117,6 +118,20 @@ class LanguageModel:
         with torch.inference_mode():
             out: Tensor = self._model.lm_head(hidden)
         return out.float()
+
+
+class PoliteModel(LanguageModel):
+    """The same model for long work: in every layer of its forwards others may have their turn."""
+
+    def __init__(self, inner: LanguageModel, make_way: Callable[[], None]) -> None:
+        """``make_way`` is called on the thread of the forward; see ``MakingWay``."""
+        super().__init__(inner._model, inner.shape)
+        self._inner = inner
+        self._make_way = make_way
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
+        """As ``LanguageModel.hidden``."""
+        return self._inner.hidden(token_ids, positions, MakingWay(attention, self._make_way))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The engine's thread: every forward of the model happens here, one after the other.
 
-A round of the loop reads one slice of one new question, gives every running query one token,
-and does one work item of one build. So questions join and leave at any token, and a build never
-holds an answer up for longer than one of its slices.
+A round of answers reads new questions, as many tokens as one slice has, and gives every running
+query one token; so questions join and leave at any token. Builds have what time is left, and a
+share of it when there is none: in every layer of their forwards they make way for the rounds that
+are due, so that an answer never waits for longer than that share and a layer.
 
 A question whose context is still being loaded is read layer by layer as they arrive, but only
 while nothing else is to be done: whatever is submitted meanwhile makes the engine give that up,
@@ -10,52 +11,24 @@ and begin it again later.
 """
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
-from typing import Protocol
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from kvkeep_service.engine.arrival import LayerArrival, NotYet
-from kvkeep_service.engine.build import BuiltCache, Progress
-from kvkeep_service.engine.decode import Sequence, decode_step, prefill_question
-from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.answering import Answering, QueryTask
+from kvkeep_service.engine.arrival import LayerArrival
+from kvkeep_service.engine.build_share import BuildShare
+from kvkeep_service.engine.builds import Builds, BuildTask
+from kvkeep_service.engine.fair_queue import FairQueue
+from kvkeep_service.engine.model import LanguageModel, PoliteModel
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
 
 MAX_RUNNING = 32
 """Sequences decoded together; more wait."""
 
-
-class QueryListener(Protocol):
-    """Who is told of a query's tokens, on the engine's thread: returns at once, never raises."""
-
-    def on_text(self, text: str) -> None:
-        """New text, never empty."""
-        ...
-
-    def on_finished(self, error: BaseException | None) -> None:
-        """The sequence ended by itself (None), or with an error; called once, unless cancelled."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class QueryTask:
-    """One query in the engine. Setting ``cancelled`` ends it within one token."""
-
-    sequence: Sequence
-    listener: QueryListener
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(slots=True, eq=False)
-class BuildTask:
-    """One build in the engine; the callbacks run on its thread. ``cancelled`` abandons it."""
-
-    steps: Generator[Progress, None, BuiltCache]
-    on_progress: Callable[[Progress], None]
-    on_finished: Callable[[BuiltCache | None, BaseException | None], None]
-    cancelled: threading.Event = field(default_factory=threading.Event)
+_RETRY_AFTER_MAX_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +41,49 @@ class SchedulerStats:
     is_alive: bool
 
 
-class Scheduler:
-    """Continuous batching over queries of any contexts, with builds in between.
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Where the engine's time went, and how often memory ran out, since the start.
 
-    ``submit_*`` and ``stats`` may be called from any thread.
+    ``shed``: answers that were ended for want of memory.
+    """
+
+    answer_seconds: float
+    build_seconds: float
+    out_of_memory: int
+    shed: int
+
+
+class Scheduler:
+    """Continuous batching over queries of any contexts, tenants in turn, with builds in between.
+
+    ``submit_*``, ``stats`` and ``counts`` may be called from any thread.
     """
 
     def __init__(
-        self, model: LanguageModel, *, max_waiting: int, threads: int | None = None
+        self,
+        model: LanguageModel,
+        *,
+        max_waiting: int,
+        threads: int | None = None,
+        build_slice_seconds: float | None = None,
+        on_memory_short: Callable[[], None] = lambda: None,
     ) -> None:
-        """``max_waiting`` queries may wait; ``threads`` is for torch on a CPU, None its choice."""
-        self._model = model
+        """``max_waiting`` queries may wait; ``threads`` is for torch on a CPU, None its choice.
+
+        ``build_slice_seconds``: see ``BuildShare``. ``on_memory_short`` may give up what can be
+        had again; it is called on the engine's thread.
+        """
         self._max_waiting = max_waiting
         self._threads = threads
+        # What a build is to run on: its forwards make way for answers.
+        self.build_model: LanguageModel = PoliteModel(model, self._make_way)
+        self._answering = Answering(model, on_memory_short)
+        self._builds = Builds()
+        self._share = BuildShare(build_slice_seconds, model.device)
+        self._answer_seconds = 0.0
         self._wake = threading.Condition()
-        self._waiting: deque[QueryTask] = deque()
-        self._builds: deque[BuildTask] = deque()
-        self._running: list[QueryTask] = []
+        self._waiting: FairQueue[QueryTask] = FairQueue()
         self._is_stopping = False
         # What the engine is waiting for, or about to, because there is nothing else to do.
         self._awaited: LayerArrival | None = None
@@ -106,15 +105,24 @@ class Scheduler:
         return not self._thread.is_alive()
 
     def submit_query(self, task: QueryTask) -> None:
-        """Queue a query. Raises: Overloaded, WorkerUnavailable."""
+        """Queue a query. Raises: Overloaded, WorkerUnavailable.
+
+        A full queue takes it in place of the newest of a tenant that has more waiting.
+        """
+        displaced = None
         with self._wake:
             self._check_open()
             # Those who gave up count no more, though the engine has not dropped them yet.
-            waiting = sum(not waiter.cancelled.is_set() for waiter in self._waiting)
-            if waiting >= self._max_waiting:
-                raise Overloaded(self._max_waiting)
-            self._waiting.append(task)
+            self._waiting.discard(_is_cancelled)
+            if len(self._waiting) >= self._max_waiting:
+                displaced = self._waiting.displaced_by(task)
+                if displaced is None:
+                    raise self._overloaded()
+            self._waiting.put(task)
+            told = self._overloaded()
             self._call_for_the_engine()
+        if displaced is not None:
+            displaced.listener.on_finished(told)
         arrival = task.sequence.context.arrival
         if arrival is not None:
             # The engine may be waiting for another one then.
@@ -124,18 +132,116 @@ class Scheduler:
         """Queue a build; builds run one at a time, in order. Raises: WorkerUnavailable."""
         with self._wake:
             self._check_open()
-            self._builds.append(task)
+            self._builds.submit(task)
             self._call_for_the_engine()
 
     def stats(self) -> SchedulerStats:
         """Counts as of now; all zero at idle."""
         with self._wake:
             return SchedulerStats(
-                len(self._running),
+                len(self._answering.running),
                 len(self._waiting),
                 len(self._builds),
                 self._thread.is_alive() and not self._is_stopping,
             )
+
+    def counts(self) -> EngineCounts:
+        """What happened since the start."""
+        answering = self._answering
+        return EngineCounts(
+            self._answer_seconds,
+            self._share.build_seconds,
+            answering.num_out_of_memory,
+            answering.num_shed,
+        )
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            while self._wait_for_work():
+                has_answered = self._answer()
+                if self._builds and not (has_answered and self._share.is_used_up):
+                    self._build()
+                elif not has_answered:
+                    self._await_layers()
+        finally:
+            self._abandon_all()
+
+    def _wait_for_work(self) -> bool:
+        """Block while there is nothing to do. Returns False when the thread is to end."""
+        with self._wake:
+            while not (self._is_stopping or self._has_queries or self._builds):
+                self._wake.wait()
+            return not self._is_stopping
+
+    def _answer(self) -> bool:
+        """One round: who joins, what is read, a token for each. False when nothing could be done.
+
+        Several rounds may pass within one work item of a build.
+        """
+        started = time.perf_counter()
+        self._admit()
+        has_read = self._answering.read()
+        if not (self._answering.decode() or has_read):
+            self._share.forget()
+            return False
+        seconds = time.perf_counter() - started
+        self._answer_seconds += seconds
+        self._share.earn(seconds)
+        return True
+
+    def _admit(self) -> None:
+        """Drop what was cancelled and take new queries up to the limit."""
+        with self._wake:
+            self._waiting.discard(_is_cancelled)
+            self._answering.drop_cancelled()
+            while self._waiting and len(self._answering.running) < MAX_RUNNING:
+                self._answering.running.append(self._waiting.take())
+
+    def _build(self) -> None:
+        """One work item of a build."""
+        self._share.resume()
+        self._builds.advance()
+        self._share.pause()
+
+    def _make_way(self) -> None:
+        """Between two layers of a build: the rounds of answers that are due.
+
+        Raises: Abandoned, when the build need not go on; WorkerUnavailable.
+        """
+        self._share.pause()
+        # The build's forward is in inference mode; what a round allocates outlasts it.
+        with torch.inference_mode(mode=False):
+            while self._has_queries and self._share.is_used_up and not self._is_stopping:
+                if not self._answer():
+                    break
+        if self._is_stopping:
+            raise _stopping()
+        self._builds.check_wanted()
+        self._share.resume()
+
+    def _await_layers(self) -> None:
+        """Read the oldest question whose context is arriving: there is nothing else to do.
+
+        From then on, until it is read, whoever submits work interrupts the wait.
+        """
+        with self._wake:
+            running = self._answering.running
+            can_admit = bool(self._waiting) and len(running) < MAX_RUNNING
+            if self._is_stopping or can_admit or self._builds or not running:
+                return
+            task = running[0]
+            self._awaited = task.sequence.context.arrival
+            assert self._awaited is not None, "only what is arriving has to wait"
+            self._awaited.resume()
+        self._answering.read_arriving(task)
+        with self._wake:
+            self._awaited = None
+
+    @property
+    def _has_queries(self) -> bool:
+        return bool(self._answering.running or self._waiting)
 
     def _arrival_settled(self) -> None:
         with self._wake:
@@ -150,132 +256,28 @@ class Scheduler:
         if self._is_stopping or not self._thread.is_alive():
             raise WorkerUnavailable("the engine is not running")
 
-    def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        try:
-            while self._wait_for_work():
-                self._admit()
-                self._read_question()
-                self._decode()
-                self._build()
-        finally:
-            self._abandon_all()
-
-    def _wait_for_work(self) -> bool:
-        """Block while there is nothing to do. Returns False when the thread is to end."""
-        with self._wake:
-            while not self._is_stopping and not (self._running or self._waiting or self._builds):
-                self._wake.wait()
-            return not self._is_stopping
-
-    def _admit(self) -> None:
-        """Drop what was cancelled and take new queries up to the limit."""
-        with self._wake:
-            self._running = [task for task in self._running if not task.cancelled.is_set()]
-            self._waiting = deque(task for task in self._waiting if not task.cancelled.is_set())
-            while self._waiting and len(self._running) < MAX_RUNNING:
-                self._running.append(self._waiting.popleft())
-
-    def _read_question(self) -> None:
-        """One slice of the oldest question that is not wholly read and need not wait."""
-        unread = [task for task in self._running if not task.sequence.is_prefilled]
-        task = next((t for t in unread if not t.sequence.has_to_wait), None)
-        if task is None:
-            task = self._worth_waiting_for(unread)
-        if task is None:
-            return
-        try:
-            text = prefill_question(self._model, task.sequence)
-        except NotYet:
-            return
-        # Whatever one question raises must reach its asker and spare the engine.
-        except Exception as error:  # noqa: BLE001
-            self._finish(task, error)
-            return
-        finally:
-            with self._wake:
-                self._awaited = None
-        if text is not None:
-            self._deliver(task, text)
-
-    def _worth_waiting_for(self, unread: list[QueryTask]) -> QueryTask | None:
-        """The oldest question whose context is arriving, when there is nothing else to do.
-
-        From then on, until it is read, whoever submits work interrupts the wait.
-        """
-        with self._wake:
-            can_admit = bool(self._waiting) and len(self._running) < MAX_RUNNING
-            is_busy = self._is_stopping or can_admit or bool(self._builds)
-            if is_busy or not unread or len(unread) < len(self._running):
-                return None
-            self._awaited = unread[0].sequence.context.arrival
-            assert self._awaited is not None, "only what is arriving has to wait"
-            self._awaited.resume()
-            return unread[0]
-
-    def _decode(self) -> None:
-        """One token for every sequence whose question is read."""
-        tasks = [task for task in self._running if task.sequence.is_prefilled]
-        if not tasks:
-            return
-        try:
-            outcomes = decode_step(self._model, [task.sequence for task in tasks])
-        # As above; a forward that fails is every member's failure.
-        except Exception as error:  # noqa: BLE001
-            for task in tasks:
-                self._finish(task, error)
-            return
-        for task, outcome in zip(tasks, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                self._finish(task, outcome)
-            else:
-                self._deliver(task, outcome)
-
-    def _build(self) -> None:
-        """One work item of the oldest build."""
-        with self._wake:
-            task = self._builds[0] if self._builds else None
-        if task is None:
-            return
-        built, failure = None, None
-        try:
-            if not task.cancelled.is_set():
-                task.on_progress(next(task.steps))
-                return
-            task.steps.close()
-        except StopIteration as finished:
-            built = finished.value
-        # As above: a failing build is reported, and the engine lives.
-        except Exception as error:  # noqa: BLE001
-            failure = error
-        with self._wake:
-            self._builds.popleft()
-        task.on_finished(built, failure)
-
-    def _deliver(self, task: QueryTask, text: str) -> None:
-        if text:
-            task.listener.on_text(text)
-        if task.sequence.finish_reason is not None:
-            self._finish(task, None)
-
-    def _finish(self, task: QueryTask, error: BaseException | None) -> None:
-        with self._wake:
-            self._running.remove(task)
-        task.listener.on_finished(error)
+    def _overloaded(self) -> Overloaded:
+        """To be asked again when as much time has passed as the oldest has waited by now."""
+        oldest = min((task.submitted_at for task in self._waiting), default=time.monotonic())
+        seconds = 1 + int(time.monotonic() - oldest)
+        return Overloaded(self._max_waiting, min(seconds, _RETRY_AFTER_MAX_SECONDS))
 
     def _abandon_all(self) -> None:
         """Tell everybody who still waits that the engine ended."""
+        stopped = _stopping()
         with self._wake:
             self._is_stopping = True
-            tasks = [*self._running, *self._waiting]
-            builds = list(self._builds)
-            self._running.clear()
+            waiting = list(self._waiting)
             self._waiting.clear()
-            self._builds.clear()
-        stopped = WorkerUnavailable("the engine is stopping")
-        for task in tasks:
+        self._answering.end_all(stopped)
+        for task in waiting:
             task.listener.on_finished(stopped)
-        for build in builds:
-            build.steps.close()
-            build.on_finished(None, stopped)
+        self._builds.abandon_all(stopped)
+
+
+def _is_cancelled(task: QueryTask) -> bool:
+    return task.cancelled.is_set()
+
+
+def _stopping() -> WorkerUnavailable:
+    return WorkerUnavailable("the engine is stopping")

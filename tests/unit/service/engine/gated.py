@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from kvkeep_service.engine.answering import QueryTask
 from kvkeep_service.engine.attention import AttentionPass
 from kvkeep_service.engine.cache import ContextView
 from kvkeep_service.engine.decode import (
@@ -17,7 +18,7 @@ from kvkeep_service.engine.decode import (
     prefill_question,
 )
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.scheduler import QueryTask, Scheduler, SchedulerStats
+from kvkeep_service.engine.scheduler import Scheduler, SchedulerStats
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 
 from .models import VOCABULARY

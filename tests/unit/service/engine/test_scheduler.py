@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from kvkeep_service.engine import scheduler as scheduler_module
+from kvkeep_service.engine.answering import QueryTask
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ContextView
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import SamplingOptions
-from kvkeep_service.engine.scheduler import QueryTask, Scheduler, SchedulerStats
+from kvkeep_service.engine.scheduler import Scheduler, SchedulerStats
 from kvkeep_service.errors import Overloaded
 
 from .gated import (
@@ -281,7 +282,7 @@ def test_a_forward_that_fails_ends_its_queries_with_the_error_and_not_the_engine
     model.hold_after(4)
     both = [submit(scheduler, sequence(model, view, [n], SequenceOptions(50))) for n in range(2)]
     model.wait_until_held()
-    model.error = MemoryError("out of memory")
+    model.error = RuntimeError("broken")
     model.release()
     assert [listener.wait().error for _, listener in both] == [model.error] * 2
     model.error = None

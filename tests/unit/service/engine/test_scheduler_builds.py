@@ -9,9 +9,10 @@ import torch
 
 from kvkeep_service.engine import scheduler as scheduler_module
 from kvkeep_service.engine.build import BuiltCache, Progress, build
+from kvkeep_service.engine.builds import BuildTask
 from kvkeep_service.engine.decode import SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.scheduler import BuildTask, Scheduler, SchedulerStats
+from kvkeep_service.engine.scheduler import Scheduler, SchedulerStats
 from kvkeep_service.errors import WorkerUnavailable
 
 from .gated import (
