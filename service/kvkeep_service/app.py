@@ -19,11 +19,16 @@ from fastapi import FastAPI
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
+<<<<<<< HEAD
 from kvkeep_service.head_score_files import read_head_scores
+=======
+from kvkeep_service.free_memory import engine_memory_bytes
+>>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
 from kvkeep_service.host_tier import HostTier, pinned_memory
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
+from kvkeep_service.reservations import UNBOUNDED
 from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_service.upkeep import Upkeep
@@ -61,9 +66,14 @@ async def running_application(
         owner=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         max_queue=settings.max_queue,
         resident_bytes=settings.resident_bytes,
+        memory_bytes=_memory_bytes(settings, loaded),
         host=_host_tier(settings, loaded),
         threads=settings.threads,
+<<<<<<< HEAD
         head_scores=read_head_scores(settings, loaded.info, loaded.language_model.shape),
+=======
+        build_slice_seconds=_seconds(settings.build_slice_ms),
+>>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
     )
     registry = Registry(
         stores,
@@ -88,6 +98,16 @@ async def running_application(
         await upkeep.stop()
         await worker.stop()
         await registry.close()
+
+
+def _memory_bytes(settings: Settings, loaded: LoadedModel) -> int:
+    found = settings.memory_bytes or engine_memory_bytes(loaded.language_model.device)
+    _log.info("engine_memory", size_bytes=found, is_set=settings.memory_bytes is not None)
+    return UNBOUNDED if found is None else found
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _host_tier(settings: Settings, loaded: LoadedModel) -> HostTier | None:

@@ -6,18 +6,20 @@ and a commit under a lease that was lost is refused by the store.
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 
 import structlog
 
 from kvkeep_service.engine.build import BuiltCache, Progress, build
+from kvkeep_service.engine.build_memory import build_bytes
 from kvkeep_service.engine.builds import BuildTask
+from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
+from kvkeep_service.errors import BuildTooLarge, HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
 from kvkeep_service.residency import Residency
@@ -145,6 +147,8 @@ class Builder:
         # Whatever a build raises ends this attempt, not the loop.
         except Exception as error:  # noqa: BLE001
             _log.error("build_error", context=job.context_id, where=where(error))
+            if is_out_of_memory(error):
+                self._residency.give_up_idle()
             await self._retry(job, error)
             return
         finally:
@@ -162,6 +166,8 @@ class Builder:
         if await metadata.attach(job.tenant, job.context_id, time.time()) is None:
             # Not the message: a library's may quote the document.
             reason = error.code if isinstance(error, StorageError) else type(error).__name__
+            if is_out_of_memory(error):
+                reason = "too little memory"
             await self._fail(job, "build_failed", f"{_GIVEN_UP}, the last ended with {reason}")
         await jobs.ack(job)
 
@@ -204,7 +210,8 @@ class Builder:
             ratio = 1.0 if plan.policy is None else max(body.ratio, *relied_on, 0.0)
             ratios = band_ratios(ratio, (*relied_on, body.ratio))
             started = time.time()
-            built = await self._run(plan, ratios, report)
+            async with self._room(plan):
+                built = await self._run(plan, ratios, report)
             facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))
@@ -269,6 +276,15 @@ class Builder:
         """It waits for a server like the one it was registered at; this one never will be."""
         _log.warning("build_of_another_identity", context=job.context_id)
         self._foreign.add((job.tenant, record.cache_id))
+    @asynccontextmanager
+    async def _room(self, plan: BuildPlan) -> AsyncIterator[None]:
+        """Memory for a build, once there is as much. Raises: BuildFailed, when there never is."""
+        size_bytes = build_bytes(self._model, plan.document.num_tokens)
+        try:
+            async with self._residency.reservations.for_build(size_bytes):
+                yield
+        except BuildTooLarge as error:
+            raise BuildFailed(error.code, error.detail) from error
 
     async def _run(
         self, plan: BuildPlan, ratios: tuple[float, ...], report: Callable[[Progress], None]
@@ -296,8 +312,8 @@ class Builder:
             on_progress=lambda progress: _post(loop, report, progress),
             on_finished=lambda built, error: _post(loop, settle, built, error),
         )
-        self._scheduler.submit_build(task)
         try:
+            self._scheduler.submit_build(task)
             return await finished
         finally:
             task.cancelled.set()

@@ -7,6 +7,7 @@
     │   ├── EmptyDocument
     │   ├── DocumentTooLong
     │   ├── QuestionTooLong
+    │   ├── BuildTooLarge
     │   ├── BodyTooLarge
     │   ├── UnsupportedMediaType
     │   ├── TemplateChangesPrefix
@@ -114,6 +115,21 @@ class QuestionTooLong(Invalid):
         super().__init__(told, tokens=tokens, max_tokens=max_tokens)
         self.tokens = tokens
         self.max_tokens = max_tokens
+
+
+class BuildTooLarge(Invalid):
+    """Building the cache needs more memory than this server has for it."""
+
+    code = "build_too_large"
+
+    def __init__(self, needed_bytes: int, limit_bytes: int) -> None:
+        """Both in bytes: the uncompressed cache with its scratch, and the bound on it."""
+        super().__init__(
+            f"building it needs {needed_bytes} bytes of memory; KVKEEP_MEMORY_BYTES allows"
+            f" {limit_bytes}",
+            needed_bytes=needed_bytes,
+            limit_bytes=limit_bytes,
+        )
 
 
 class BodyTooLarge(Invalid):

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvkeep_service.ports import AnswerEvent, CacheCounts, Worker, WorkerStats
+from kvkeep_service.ports import AnswerEvent, CacheCounts, EngineCounts, Worker, WorkerStats
 from kvkeep_storage.disk_tier import DiskStats
 
 # From a resident cache on a GPU to a cold one on a CPU.
@@ -90,6 +90,7 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         """As ``Collector.collect``."""
         yield from _of_worker(self._worker.stats())
+        yield from _of_engine(self._worker.engine_counts())
         yield from _of_caches(self._worker.cache_counts())
         kernels = self._worker.model.kernels
         healthy = GaugeMetricFamily(
@@ -114,7 +115,21 @@ def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
     yield _gauge("running_queries", "Questions in the engine.", stats.running_queries)
     yield _gauge("waiting_queries", "Questions that wait for the engine.", stats.waiting_queries)
     yield _gauge("running_builds", "Builds of this process.", stats.running_builds)
+    yield _gauge(
+        "reserved_bytes", "Kept free for builds and tails; 0 at idle.", stats.reserved_bytes
+    )
     yield _gauge("engine_alive", "1 while the engine's thread runs.", stats.alive)
+
+
+def _of_engine(counts: EngineCounts) -> Iterator[Metric]:
+    seconds = CounterMetricFamily(
+        "kvkeep_engine_seconds", "Seconds of the engine's thread, by work.", labels=["work"]
+    )
+    seconds.add_metric(["answers"], counts.answer_seconds)
+    seconds.add_metric(["builds"], counts.build_seconds)
+    yield seconds
+    yield _counter("out_of_memory", "Forwards that found no memory.", counts.out_of_memory)
+    yield _counter("shed_answers", "Answers ended for want of memory.", counts.shed)
 
 
 def _of_caches(counts: CacheCounts) -> Iterator[Metric]:

@@ -216,6 +216,20 @@ class WorkerStats:
     host_caches: int = 0
     host_bytes: int = 0
     is_store_full: bool = False
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Where the engine's time went, and how often memory ran out, since the start.
+
+    ``shed``: answers that were ended for want of memory.
+    """
+
+    answer_seconds: float
+    build_seconds: float
+    out_of_memory: int
+    shed: int
 
 
 class Worker(Protocol):
@@ -263,6 +277,10 @@ class Worker(Protocol):
 
     def stats(self) -> WorkerStats:
         """Counts as of now."""
+        ...
+
+    def engine_counts(self) -> EngineCounts:
+        """What the engine has done since the start."""
         ...
 
     def cache_counts(self) -> CacheCounts:

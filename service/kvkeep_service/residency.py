@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvkeep_service.bringing import Bring, Load, Loads
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.ports import CacheCounts, CacheSource, MissReason
+from kvkeep_service.reservations import UNBOUNDED, Reservations
 from kvkeep_service.shelf import CacheKey, Entry, OnEvicted, Shelf
 from kvkeep_storage.errors import NotFound
 
@@ -38,18 +39,21 @@ class Residency:
         bring: Bring,
         *,
         budget_bytes: int,
+        memory_bytes: int = UNBOUNDED,
         grows_in_place: bool = True,
         on_failure: Callable[[CacheKey, Exception], None],
         on_evicted: OnEvicted | None = None,
     ) -> None:
         """``bring`` loads a cache, verified, or raises.
 
+        ``memory_bytes`` bounds what caches, builds and tails have together.
         ``grows_in_place``: whether its first bands can be used while it brings the rest.
         ``on_failure`` hears of what went wrong with a load after somebody got a part of it, or
         with one that nobody waited for; ``on_evicted`` of what the budget had no room for.
         """
         self._shelf = Shelf(budget_bytes, on_evicted)
         self._loads = Loads(bring, self._shelf, on_failure)
+        self.reservations = Reservations(memory_bytes, self._used_bytes, self.keep_to_budget)
         self._grows_in_place = grows_in_place
         self._hits = 0
         self._misses: dict[MissReason, int] = dict.fromkeys(
@@ -89,7 +93,8 @@ class Residency:
         finally:
             self._shelf.unpin(entry)
             self._loads.cancel_unwanted()
-            self._loads.keep_to_budget()
+            self.keep_to_budget()
+            self.reservations.freed()
 
     def prefetch(self, key: CacheKey, ratio: float) -> bool:
         """Begin to bring a cache that nobody waits for; False when too many are brought so.
@@ -111,12 +116,23 @@ class Residency:
     def adopt(self, key: CacheKey, context: ResidentContext, *, build_seconds: float = 0.0) -> None:
         """Keep a cache that was just built, as if it had been loaded."""
         self._shelf.put(Entry(key, context, "resident"), build_seconds)
-        self._loads.keep_to_budget()
+        self.keep_to_budget()
 
     def drop(self, key: CacheKey) -> None:
         """Forget a cache now; queries that hold it, or wait for it, have it until they end."""
         self._loads.drop(key)
         self._shelf.drop(key)
+
+    def keep_to_budget(self) -> None:
+        """Give up caches that are idle and over the budget, or in the way of a reservation."""
+        self._shelf.limit(self.reservations.left_for_caches)
+        self._loads.keep_to_budget()
+
+    def give_up_idle(self) -> None:
+        """Forget every cache that nobody uses: memory ran out."""
+        self._shelf.limit(0)
+        self._loads.keep_to_budget()
+        self._shelf.limit(self.reservations.left_for_caches)
 
     async def close(self) -> None:
         """End what is brought in the background, and every other load."""
@@ -156,6 +172,9 @@ class Residency:
             loads={source: count.snapshot() for source, count in self._loads.counts.items()},
             failures=dict(self._loads.failures),
         )
+
+    def _used_bytes(self) -> int:
+        return self._shelf.used_bytes + self._loads.size_bytes
 
     async def _fetch(self, key: CacheKey, lowest: float, ratio: float) -> Entry:
         """Wait for a load that brings one of these ratios. Returns an entry that is pinned."""

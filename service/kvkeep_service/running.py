@@ -16,8 +16,12 @@ from kvkeep_service.residency import Pinned
 class RunningQuery:
     """Listens to the engine and hands its pieces on; created and read on the event loop."""
 
-    def __init__(self, sequence: Sequence, *, received_at: float) -> None:
-        """``received_at``: when the query arrived, by ``time.perf_counter``."""
+    def __init__(self, sequence: Sequence, *, received_at: float, tenant: str = "") -> None:
+        """``received_at``: when the query arrived, by ``time.perf_counter``.
+
+        ``tenant``: whose turn it takes while it waits.
+        """
+        self._tenant = tenant
         self._sequence = sequence
         self._received_at = received_at
         self._loop = asyncio.get_running_loop()
@@ -40,7 +44,7 @@ class RunningQuery:
 
         Raises: Overloaded, WorkerUnavailable, and whatever ended the sequence in the engine.
         """
-        task = QueryTask(self._sequence, self)
+        task = QueryTask(self._sequence, self, self._tenant)
         self._submitted_at = time.perf_counter()
         scheduler.submit_query(task)
         try:

@@ -53,6 +53,7 @@ class Shelf:
         """Start empty. ``on_evicted`` is told what the budget had no room for."""
         self._on_evicted = on_evicted
         self._entries: dict[CacheKey, Entry] = {}
+        self._most_bytes = budget_bytes
         self._lru: CostAwareLru[Entry | CacheKey] = CostAwareLru(budget_bytes)
         self._detached: set[Entry] = set()
         self._gone: OrderedDict[CacheKey, MissReason] = OrderedDict()
@@ -60,8 +61,18 @@ class Shelf:
 
     @property
     def budget_bytes(self) -> int:
-        """What may be held without being in use."""
+        """What may be held without being in use, now."""
         return self._lru.budget_bytes
+
+    def limit(self, left_bytes: int) -> None:
+        """Others have left this much for caches: the budget is no more, until the next call."""
+        self._lru.budget_bytes = min(self._most_bytes, left_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of entries that cannot be given up now."""
+        held = (*self._entries.values(), *self._detached)
+        return sum(entry.size_bytes for entry in held if entry.pins or entry.is_growing)
 
     @property
     def size_bytes(self) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import structlog
 
@@ -28,6 +28,7 @@ from kvkeep_service.ports import (
     CacheCounts,
     CompressionSpec,
     DocumentSpec,
+    EngineCounts,
     ModelInfo,
     Prepared,
     QueryRequest,
@@ -35,6 +36,7 @@ from kvkeep_service.ports import (
     WorkerStats,
 )
 from kvkeep_service.recovery import Recovery, is_proven
+from kvkeep_service.reservations import UNBOUNDED
 from kvkeep_service.residency import Pinned, Residency
 from kvkeep_service.running import RunningQuery
 from kvkeep_service.shelf import CacheKey
@@ -61,19 +63,40 @@ class LocalWorker:
         owner: str,
         max_queue: int,
         resident_bytes: int,
+        memory_bytes: int = UNBOUNDED,
         host: HostTier | None = None,
         threads: int | None = None,
+<<<<<<< HEAD
         head_scores: HeadScores | None = None,
+=======
+        build_slice_seconds: float | None = None,
+>>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
     ) -> None:
-        """Nothing runs until ``start``. ``host`` is for a device with memory of its own."""
+        """Nothing runs until ``start``. ``host`` is for a device with memory of its own.
+
+        Bytes as for ``Residency``; the rest as for ``Scheduler``.
+        """
         self._loaded = loaded
         self._stores = stores
         self._recovery = recovery
+<<<<<<< HEAD
         self._planner = Planner(loaded, head_scores)
         self._scheduler = Scheduler(loaded.language_model, max_waiting=max_queue, threads=threads)
+=======
+        self._planner = Planner(loaded)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduler = Scheduler(
+            loaded.language_model,
+            max_waiting=max_queue,
+            threads=threads,
+            build_slice_seconds=build_slice_seconds,
+            on_memory_short=self._memory_short,
+        )
+>>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
         self._residency = Residency(
             self._bring,
             budget_bytes=resident_bytes,
+            memory_bytes=memory_bytes,
             grows_in_place=loaded.language_model.device.type == "cpu",
             on_failure=self._load_failed,
             on_evicted=None if host is None else host.keep,
@@ -96,6 +119,7 @@ class LocalWorker:
 
     def start(self) -> None:
         """Start the engine's thread and begin to claim builds."""
+        self._loop = asyncio.get_running_loop()
         self._scheduler.start()
         self._builder.start()
 
@@ -141,10 +165,11 @@ class LocalWorker:
             async with self._residency.pinned(key, request.ratio, request.min_ratio) as pinned:
                 document_ids = await self._document_ids(request)
                 sequence = self._sequence(request, question_ids, pinned)
-                running = RunningQuery(sequence, received_at=started)
-                async with aclosing(running.events(self._scheduler)) as events:
-                    async for event in events:
-                        yield event
+                running = RunningQuery(sequence, received_at=started, tenant=request.tenant)
+                with self._residency.reservations.for_answer(sequence.tail_bytes_max):
+                    async with aclosing(running.events(self._scheduler)) as events:
+                        async for event in events:
+                            yield event
                 yield running.answer(pinned, request, document_ids)
         except (Corrupt, NotFound) as error:
             if not is_proven(error):
@@ -193,6 +218,7 @@ class LocalWorker:
             running_builds=self._builder.num_running,
             alive=engine.is_alive,
             running_loads=self._residency.num_loads,
+            reserved_bytes=self._residency.reservations.held_bytes,
             host_caches=host.entries if host else 0,
             host_bytes=host.size_bytes if host else 0,
             is_store_full=self._builder.space.is_full,
@@ -201,6 +227,10 @@ class LocalWorker:
     def cache_counts(self) -> CacheCounts:
         """As ``ports.Worker.cache_counts``."""
         return self._residency.counts()
+
+    def engine_counts(self) -> EngineCounts:
+        """As ``ports.Worker.engine_counts``."""
+        return self._scheduler.counts()
 
     async def _bring(
         self, key: CacheKey, ratio: float, first_ratio: float, receiver: Receiver
@@ -215,6 +245,12 @@ class LocalWorker:
             receiver,
             self._host,
         )
+
+    def _memory_short(self) -> None:
+        """On the engine's thread: let the event loop give up what can be brought again."""
+        assert self._loop is not None
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._residency.give_up_idle)
 
     def _load_failed(self, key: CacheKey, error: Exception) -> None:
         """A load that nobody waits for has failed; what it proved wrong is still to be rebuilt."""

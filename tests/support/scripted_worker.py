@@ -21,6 +21,7 @@ from kvkeep_service.ports import (
     CacheCounts,
     CompressionSpec,
     DocumentSpec,
+    EngineCounts,
     KernelsInfo,
     LoadCount,
     ModelInfo,
@@ -131,6 +132,9 @@ class ScriptedWorker:
 
     def stats(self) -> WorkerStats:
         return WorkerStats(0, 0, 0, self.running, 0, 0, self.alive)
+
+    def engine_counts(self) -> EngineCounts:
+        return EngineCounts(answer_seconds=2.5, build_seconds=1.5, out_of_memory=1, shed=0)
 
     def cache_counts(self) -> CacheCounts:
         return CacheCounts(

@@ -14,6 +14,7 @@ from kvkeep_service.engine.arrival import NotYet
 from kvkeep_service.engine.decode import Sequence, decode_step, prefill_questions
 from kvkeep_service.engine.memory import attempt, give_back, is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.tail_batch import TailBatch
 from kvkeep_service.errors import MemoryShort
 
 ROUND_TOKENS = 256
@@ -56,6 +57,7 @@ class Answering:
         """``on_memory_short`` is called on the engine's thread and returns at once."""
         self._model = model
         self._on_memory_short = on_memory_short
+        self._tails = TailBatch(model.shape, dtype=model.dtype)
         self.running: list[QueryTask] = []
         self._most_together: int | None = None
         self._calm_steps = 0
@@ -81,15 +83,25 @@ class Answering:
     def decode(self) -> bool:
         """One token for every query whose question is read; False when there are none."""
         ready = [task for task in self.running if task.sequence.is_prefilled]
+        if not ready:
+            self._tails.clear()
+            return False
         together = self._most_together or len(ready)
-        for first in range(0, len(ready), max(1, together)):
-            self._run(ready[first : first + together], decode_step)
+        for first in range(0, len(ready), together):
+            self._run(ready[first : first + together], self._decode_step)
         self._calm_steps += 1
         if self._most_together is not None and self._calm_steps >= _CALM_STEPS:
             self._calm_steps = 0
             grown = 2 * self._most_together
             self._most_together = None if grown >= len(ready) else grown
-        return bool(ready)
+        if not self.running:
+            self._tails.clear()
+        return True
+
+    def _decode_step(
+        self, model: LanguageModel, sequences: Several[Sequence]
+    ) -> list[str | Exception]:
+        return decode_step(model, sequences, self._tails)
 
     def end_all(self, error: BaseException) -> None:
         """Tell all that no more will come."""
@@ -119,6 +131,7 @@ class Answering:
             return outcomes
         self.num_out_of_memory += 1
         self._calm_steps = 0
+        self._tails.clear()
         give_back(self._model.device)
         self._on_memory_short()
         if len(tasks) > 1:

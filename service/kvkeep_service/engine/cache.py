@@ -131,6 +131,21 @@ class Tail:
         """Count the rows that every layer has now written."""
         self.tokens += tokens
 
+    @property
+    def device(self) -> torch.device:
+        """Where its rows are."""
+        return self._device
+
+    def rows(self, first: int) -> Tensor:
+        """Rows from token ``first`` on, as a view [layers, K and V, heads, tokens, head_dim]."""
+        return self._kv[:, :, :, first : self.tokens]
+
+    def append(self, kv: Tensor) -> None:
+        """Store and count rows [layers, K and V, heads, tokens, head_dim], for which is room."""
+        end = self.tokens + kv.shape[3]
+        self._kv[:, :, :, self.tokens : end] = kv
+        self.tokens = end
+
     def _allocate(self, capacity: int) -> Tensor:
         shape = self._shape
         size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kvkeep_kernels.attention import ragged_decode_batch, ragged_prefill
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup
+from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, RaggedKV
+from kvkeep_kernels.padded_tails import Readers, decode_padded
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import PickedToken, Sampler, SamplingOptions, picked
+from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile
 from kvkeep_service.ports import FinishReason
 
 QUESTION_SLICE_TOKENS = 256
@@ -38,6 +40,7 @@ class Sequence:
     Positions continue at the document's length N, however few of its rows were kept.
     ``read_at`` and ``first_token_at``: when reading began and the first token was there, by
     ``time.perf_counter``. ``num_reused``: tokens of the question that were in its tail already.
+    ``tail_bytes_max``: what its tail may grow to.
     """
 
     def __init__(
@@ -64,6 +67,9 @@ class Sequence:
         self.num_reused = self.tail.tokens
         assert self.num_reused < len(self.question_ids), "nothing is left to be read"
         self._options = options
+        # A tail doubles when it is full.
+        most_tokens = 2 * (len(self.question_ids) + options.max_tokens)
+        self.tail_bytes_max = model.shape.full_bytes(most_tokens, model.dtype)
         self._sampler = Sampler(options.sampling)
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, options.stop)
@@ -163,21 +169,40 @@ def prefill_questions(
     return [_accepted(one.sequence, next(logits)) if one.is_last else None for one in slices]
 
 
-def decode_step(model: LanguageModel, sequences: Several[Sequence]) -> list[str | Exception]:
+def decode_step(
+    model: LanguageModel, sequences: Several[Sequence], together: TailBatch | None = None
+) -> list[str | Exception]:
     """One token for every running sequence, in one forward.
 
+    ``together`` is kept by the caller from step to step: with it, many tails cost less.
     Returns each one's new text, or what picking its token raised, which spares the others.
     Modifies every sequence and its tail, or, when the forward fails, none.
     """
-    token_ids = torch.tensor([[sequence.generated[-1]] for sequence in sequences])
-    positions = torch.tensor([[sequence.position] for sequence in sequences])
     for sequence in sequences:
         sequence.tail.reserve(1)
-    hidden = model.hidden(token_ids, positions, _DecodePass(sequences))
+    ordered = sequences
+    attention: _DecodePass | _PaddedDecodePass
+    if together is not None and _is_padding_worthwhile(sequences):
+        ordered = [sequences[n] for n in together.arrange([one.tail for one in sequences])]
+        attention = _PaddedDecodePass(ordered, together)
+    else:
+        attention = _DecodePass(sequences)
+        if together is not None:
+            together.clear()
+    token_ids = torch.tensor([[sequence.generated[-1]] for sequence in ordered])
+    positions = torch.tensor([[sequence.position] for sequence in ordered])
+    hidden = model.hidden(token_ids, positions, attention)
     logits = model.logits(hidden[:, -1])
-    for sequence in sequences:
-        sequence.tail.extend(1)
-    return [_accepted(sequence, row) for sequence, row in zip(sequences, logits, strict=True)]
+    attention.extend()
+    pairs = zip(ordered, logits, strict=True)
+    outcomes = {id(sequence): _accepted(sequence, row) for sequence, row in pairs}
+    return [outcomes[id(sequence)] for sequence in sequences]
+
+
+def _is_padding_worthwhile(sequences: Several[Sequence]) -> bool:
+    layers = (sequence.context.layers[0] for sequence in sequences)
+    is_plain = all(isinstance(rows, RaggedKV) for rows in layers)
+    return is_plain and is_worthwhile([sequence.tail for sequence in sequences])
 
 
 def _accepted(sequence: Sequence, logits: Tensor) -> str | Exception:
@@ -245,6 +270,11 @@ class _DecodePass:
         # Copying rows into the order they are in costs as much as a part of the attention.
         self._order = None if order == sorted(order) else torch.tensor(order)
 
+    def extend(self) -> None:
+        """Count the rows that every layer has now written. Modifies the tails."""
+        for sequence in self._sequences:
+            sequence.tail.extend(1)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, one token each. Modifies the tails."""
         groups = []
@@ -261,3 +291,30 @@ class _DecodePass:
         ordered = q[self._order, :, 0]
         out[self._order, :, 0] = ragged_decode_batch(ordered, batch, scale=scale, bounds=bounds)
         return out
+
+
+class _PaddedDecodePass:
+    """As ``_DecodePass``, over plain rows of a CPU, in the order of a batch of tails."""
+
+    def __init__(self, sequences: Several[Sequence], together: TailBatch) -> None:
+        self._together = together
+        members: dict[int, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            members.setdefault(id(sequence.context), []).append(index)
+        self._groups = [
+            (sequences[places[0]].context, torch.tensor(places)) for places in members.values()
+        ]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """As ``AttentionPass.attend``, one token each. Modifies the batch of tails."""
+        tails = self._together.write(layer, k[:, :, 0], v[:, :, 0])
+        groups = []
+        for context, members in self._groups:
+            rows = context.layers[layer]
+            assert isinstance(rows, RaggedKV), "asked before the batch was made"
+            groups.append(Readers(rows, members))
+        return decode_padded(q[:, :, 0], groups, tails, scale=scale)[:, :, None]
+
+    def extend(self) -> None:
+        """As ``_DecodePass.extend``."""
+        self._together.extend()

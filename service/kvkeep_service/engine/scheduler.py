@@ -24,6 +24,7 @@ from kvkeep_service.engine.builds import Builds, BuildTask
 from kvkeep_service.engine.fair_queue import FairQueue
 from kvkeep_service.engine.model import LanguageModel, PoliteModel
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
+from kvkeep_service.ports import EngineCounts
 
 MAX_RUNNING = 32
 """Sequences decoded together; more wait."""
@@ -39,19 +40,6 @@ class SchedulerStats:
     waiting: int
     builds: int
     is_alive: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """Where the engine's time went, and how often memory ran out, since the start.
-
-    ``shed``: answers that were ended for want of memory.
-    """
-
-    answer_seconds: float
-    build_seconds: float
-    out_of_memory: int
-    shed: int
 
 
 class Scheduler:

@@ -1,0 +1,20 @@
+"""What a build needs in memory, known before it starts."""
+
+from kvkeep_service.engine.model import LanguageModel
+
+_REPEAT_TOKENS = 2048 + 128
+"""The longest input that a policy reads beside the document: a chunk and what asks to repeat it."""
+_BYTES_PER_ROW = 4 + 4 + 8
+"""A policy's score, its copy with the prefix, and the position of a row that may stay."""
+
+
+def build_bytes(model: LanguageModel, num_tokens: int) -> int:
+    """Most bytes that a build of ``num_tokens`` tokens holds: full cache, scratch of scoring.
+
+    Kept rows take the place of the full cache, layer by layer. Activations of a slice, which do
+    not grow with the document, are not counted.
+    """
+    shape = model.shape
+    repeated = min(num_tokens, _REPEAT_TOKENS)
+    rows = shape.num_layers * shape.num_kv_heads * num_tokens
+    return shape.full_bytes(num_tokens + repeated, model.dtype) + _BYTES_PER_ROW * rows
