@@ -22,6 +22,7 @@ from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import BuildTooLarge, HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
+from kvkeep_service.reservations import BuildTooLarge
 from kvkeep_service.residency import Residency
 from kvkeep_service.rows import to_store
 from kvkeep_service.shelf import CacheKey
@@ -284,7 +285,7 @@ class Builder:
             async with self._residency.reservations.for_build(size_bytes):
                 yield
         except BuildTooLarge as error:
-            raise BuildFailed(error.code, error.detail) from error
+            raise BuildFailed("build_too_large", str(error)) from error
 
     async def _run(
         self, plan: BuildPlan, ratios: tuple[float, ...], report: Callable[[Progress], None]

@@ -7,7 +7,6 @@
     │   ├── EmptyDocument
     │   ├── DocumentTooLong
     │   ├── QuestionTooLong
-    │   ├── BuildTooLarge
     │   ├── BodyTooLarge
     │   ├── UnsupportedMediaType
     │   ├── TemplateChangesPrefix
@@ -115,21 +114,6 @@ class QuestionTooLong(Invalid):
         super().__init__(told, tokens=tokens, max_tokens=max_tokens)
         self.tokens = tokens
         self.max_tokens = max_tokens
-
-
-class BuildTooLarge(Invalid):
-    """Building the cache needs more memory than this server has for it."""
-
-    code = "build_too_large"
-
-    def __init__(self, needed_bytes: int, limit_bytes: int) -> None:
-        """Both in bytes: the uncompressed cache with its scratch, and the bound on it."""
-        super().__init__(
-            f"building it needs {needed_bytes} bytes of memory; KVKEEP_MEMORY_BYTES allows"
-            f" {limit_bytes}",
-            needed_bytes=needed_bytes,
-            limit_bytes=limit_bytes,
-        )
 
 
 class BodyTooLarge(Invalid):
@@ -354,10 +338,9 @@ class MemoryShort(Busy):
 
     code = "overloaded"
 
-    def __init__(self, what: str, retry_after_seconds: int = 1) -> None:
+    def __init__(self, what: str) -> None:
         """Say for what there was none."""
         super().__init__(f"there is no memory for {what} now")
-        self.retry_after_seconds = retry_after_seconds
 
 
 class WorkerUnavailable(Busy):
@@ -368,5 +351,4 @@ class WorkerUnavailable(Busy):
     def __init__(self, reason: str, retry_after_seconds: int = 5) -> None:
         """Say what the worker is doing instead."""
         super().__init__(f"the worker cannot answer: {reason}")
-        self.reason = reason
         self.retry_after_seconds = retry_after_seconds

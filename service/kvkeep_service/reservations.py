@@ -8,9 +8,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
-from kvkeep_service.errors import BuildTooLarge, MemoryShort
+from kvkeep_service.errors import MemoryShort
 
 UNBOUNDED: Final = 2**62
+
+
+class BuildTooLarge(Exception):
+    """A build needs more than there is for everything, in bytes."""
+
+    def __init__(self, needed_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"building it needs {needed_bytes} bytes of memory; KVKEEP_MEMORY_BYTES allows"
+            f" {limit_bytes}"
+        )
 
 
 class Reservations:

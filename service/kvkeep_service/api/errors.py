@@ -49,7 +49,6 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "idempotency_mismatch": Entry(422, "The idempotency key was used with another body"),
     "document_too_long": Entry(413, "The document is too long"),
     "question_too_long": Entry(413, "The question is too long"),
-    "build_too_large": Entry(413, "The build does not fit in memory"),
     "body_too_large": Entry(413, "The request body is too large"),
     "unsupported_media_type": Entry(415, "The media type is not supported"),
     "unauthenticated": Entry(401, "A valid key is needed"),

@@ -68,8 +68,11 @@ class Sequence:
         assert self.num_reused < len(self.question_ids), "nothing is left to be read"
         self._options = options
         # A tail doubles when it is full.
-        most_tokens = 2 * (len(self.question_ids) + options.max_tokens)
-        self.tail_bytes_max = model.shape.full_bytes(most_tokens, model.dtype)
+        shape, most_tokens = model.shape, 2 * (len(self.question_ids) + options.max_tokens)
+        row_bytes = (
+            2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+        )
+        self.tail_bytes_max = row_bytes * most_tokens
         self._sampler = Sampler(options.sampling)
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, options.stop)
@@ -182,7 +185,8 @@ def decode_step(
         sequence.tail.reserve(1)
     ordered = sequences
     attention: _DecodePass | _PaddedDecodePass
-    if together is not None and _is_padding_worthwhile(sequences):
+    has_windows = bool(model.shape.windows)
+    if together is not None and not has_windows and _is_padding_worthwhile(sequences):
         ordered = [sequences[n] for n in together.arrange([one.tail for one in sequences])]
         attention = _PaddedDecodePass(ordered, together)
     else:

@@ -78,7 +78,7 @@ def test_no_label_names_what_belongs_to_a_tenant(api: ApiServer) -> None:
     context = api.create()
     api.client.get("/contexts/ctx_00000000000000000000000000")
     api.client.post(f"/contexts/{context['id']}/query", json={"question": "when?"})
-    allowed = {"backend", "code", "kind", "le", "origin", "reason", "source", "what"}
+    allowed = {"backend", "code", "kind", "le", "origin", "reason", "source", "what", "work"}
     for _, labels in scrape(api.client):
         assert {name for name, _ in labels} <= allowed
         assert dict(labels).get("code", "internal") in CATALOGUE
