@@ -19,11 +19,8 @@ from fastapi import FastAPI
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
-<<<<<<< HEAD
-from kvkeep_service.head_score_files import read_head_scores
-=======
 from kvkeep_service.free_memory import engine_memory_bytes
->>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
+from kvkeep_service.head_score_files import read_head_scores
 from kvkeep_service.host_tier import HostTier, pinned_memory
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
@@ -69,11 +66,8 @@ async def running_application(
         memory_bytes=_memory_bytes(settings, loaded),
         host=_host_tier(settings, loaded),
         threads=settings.threads,
-<<<<<<< HEAD
         head_scores=read_head_scores(settings, loaded.info, loaded.language_model.shape),
-=======
         build_slice_seconds=_seconds(settings.build_slice_ms),
->>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
     )
     registry = Registry(
         stores,

@@ -6,20 +6,20 @@ and a commit under a lease that was lost is refused by the store.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 
 import structlog
 
-from kvkeep_service.engine.build import BuiltCache, Progress, build
+from kvkeep_service.build_run import run_build
+from kvkeep_service.engine.build import BuiltCache, Progress
 from kvkeep_service.engine.build_memory import build_bytes
-from kvkeep_service.engine.builds import BuildTask
 from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import BuildTooLarge, HeadScoresMissing, ServiceError, WorkerUnavailable
+from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.plan import BuildPlan, Planner, band_ratios
 from kvkeep_service.reservations import BuildTooLarge
@@ -212,7 +212,7 @@ class Builder:
             ratios = band_ratios(ratio, (*relied_on, body.ratio))
             started = time.time()
             async with self._room(plan):
-                built = await self._run(plan, ratios, report)
+                built = await run_build(self._scheduler, plan, ratios, report)
             facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))
@@ -277,6 +277,7 @@ class Builder:
         """It waits for a server like the one it was registered at; this one never will be."""
         _log.warning("build_of_another_identity", context=job.context_id)
         self._foreign.add((job.tenant, record.cache_id))
+
     @asynccontextmanager
     async def _room(self, plan: BuildPlan) -> AsyncIterator[None]:
         """Memory for a build, once there is as much. Raises: BuildFailed, when there never is."""
@@ -286,38 +287,6 @@ class Builder:
                 yield
         except BuildTooLarge as error:
             raise BuildFailed("build_too_large", str(error)) from error
-
-    async def _run(
-        self, plan: BuildPlan, ratios: tuple[float, ...], report: Callable[[Progress], None]
-    ) -> BuiltCache:
-        """Hand the build to the engine's thread and wait for it; cancelling abandons it."""
-        loop = asyncio.get_running_loop()
-        finished: asyncio.Future[BuiltCache] = loop.create_future()
-
-        def settle(built: BuiltCache | None, error: BaseException | None) -> None:
-            if finished.done():
-                return
-            if built is not None:
-                finished.set_result(built)
-            else:
-                finished.set_exception(error or ContextDeleted())
-
-        task = BuildTask(
-            steps=build(
-                self._scheduler.build_model,
-                plan.document,
-                policy=plan.policy,
-                ratios=ratios,
-                quantization=plan.quantization,
-            ),
-            on_progress=lambda progress: _post(loop, report, progress),
-            on_finished=lambda built, error: _post(loop, settle, built, error),
-        )
-        try:
-            self._scheduler.submit_build(task)
-            return await finished
-        finally:
-            task.cancelled.set()
 
     async def _fail(self, job: Job, code: str, detail: str) -> None:
         _log.warning("build_failed", context=job.context_id, code=code)
@@ -331,12 +300,6 @@ class Builder:
             await mirror_context(self._stores.objects, self._stores.metadata, key)
         except StorageError as error:
             _log.warning("mirror_behind", context=job.context_id, code=error.code)
-
-
-def _post(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
-    """Call something on the event loop from the engine's thread; a closed loop needs no news."""
-    with suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, *arguments)
 
 
 def _facts(

@@ -338,10 +338,6 @@ class MemoryShort(Busy):
 
     code = "overloaded"
 
-    def __init__(self, what: str) -> None:
-        """Say for what there was none."""
-        super().__init__(f"there is no memory for {what} now")
-
 
 class WorkerUnavailable(Busy):
     """The worker is starting, draining, or has died."""

@@ -52,7 +52,7 @@ class Reservations:
     def for_answer(self, size_bytes: int) -> Iterator[None]:
         """Have what an answer's tail may grow to. Raises: MemoryShort."""
         if self.held_bytes and not self._has_room_for(size_bytes):
-            raise MemoryShort("one more answer")
+            raise MemoryShort("there is no memory for one more answer now")
         with self._held(size_bytes):
             yield
 

@@ -66,11 +66,8 @@ class LocalWorker:
         memory_bytes: int = UNBOUNDED,
         host: HostTier | None = None,
         threads: int | None = None,
-<<<<<<< HEAD
         head_scores: HeadScores | None = None,
-=======
         build_slice_seconds: float | None = None,
->>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
     ) -> None:
         """Nothing runs until ``start``. ``host`` is for a device with memory of its own.
 
@@ -79,11 +76,7 @@ class LocalWorker:
         self._loaded = loaded
         self._stores = stores
         self._recovery = recovery
-<<<<<<< HEAD
         self._planner = Planner(loaded, head_scores)
-        self._scheduler = Scheduler(loaded.language_model, max_waiting=max_queue, threads=threads)
-=======
-        self._planner = Planner(loaded)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduler = Scheduler(
             loaded.language_model,
@@ -92,7 +85,6 @@ class LocalWorker:
             build_slice_seconds=build_slice_seconds,
             on_memory_short=self._memory_short,
         )
->>>>>>> 21c22ca (engine: one bound on memory for caches, builds and tails; tails of a batch are read in one call)
         self._residency = Residency(
             self._bring,
             budget_bytes=resident_bytes,

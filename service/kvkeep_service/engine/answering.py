@@ -140,7 +140,7 @@ class Answering:
         if not (isinstance(outcomes, Exception) and is_out_of_memory(outcomes)):
             return outcomes
         self.num_shed += 1
-        return MemoryShort("this answer")
+        return MemoryShort("there was no memory for this answer")
 
     def _hand_out(self, task: QueryTask, outcome: Outcome) -> None:
         if isinstance(outcome, Exception):

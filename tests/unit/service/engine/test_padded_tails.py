@@ -1,4 +1,4 @@
-"""Tails that lie side by side: the same attention as tail by tail, and the same tails afterwards."""
+"""Tails side by side: the same attention as tail by tail, and the same tails afterwards."""
 
 import pytest
 import torch
