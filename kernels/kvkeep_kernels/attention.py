@@ -114,42 +114,46 @@ def ragged_prefill(
     return _merge([over_context, *_causal_parts(q, tail, scale)]).out
 
 
-def dense_prefill(
-    q: Tensor,
-    own: DenseKV,
-    *,
-    visible: Sequence[DenseKV] = (),
-    scale: float,
-    window: int | None = None,
-) -> Attended:
-    """Attend new tokens over whole visible pieces of an uncompressed cache, and causally to own.
+def dense_prefill(q: Tensor, own: DenseKV, *, scale: float, window: int | None = None) -> Attended:
+    """Attend new tokens causally over an uncompressed cache that has their own rows last.
 
-    Shapes: q [num_q_heads, tokens, head_dim]; own.k [num_kv_heads, own_tokens, head_dim] with
-        the new tokens' rows last; visible pieces likewise, of any length. With ``window`` a token
-        sees so many, itself included, and the pieces stand right before own, in order.
+    Shapes: q [num_q_heads, tokens, head_dim]; own.k [num_kv_heads, own_tokens, head_dim],
+        own_tokens >= tokens. With ``window`` a token sees so many, itself included.
     Dtypes, Modifies, Raises: as ``ragged_decode``. Returns the output with its log-sum-exp over
         everything attended, which KVzip scoring re-uses.
     """
-    num_q_heads, tokens, head_dim = q.shape
+    num_q_heads, _, head_dim = q.shape
     _check_heads(num_q_heads, head_dim, own.k.shape[0], own.k.shape[2])
     if window is not None:
-        return _in_window(q, [*visible, own], scale, window)
-    folded = q.reshape(own.k.shape[0], -1, head_dim)
-    parts = [
-        _unfold(_flash(folded, piece.k, piece.v, scale), num_q_heads, tokens)
-        for piece in visible
-        if piece.tokens
-    ]
-    return _merge([*parts, *_causal_parts(q, own, scale)])
+        return _in_window(q, own, scale, window)
+    return _merge(_causal_parts(q, own, scale))
 
 
-def _in_window(q: Tensor, pieces: Sequence[DenseKV], scale: float, window: int) -> Attended:
-    """New tokens over the last ones of some pieces that follow each other, theirs at the end."""
+def attend_also(
+    q: Tensor, attended: Attended, visible: Sequence[DenseKV], *, scale: float
+) -> Attended:
+    """What tokens attended to already, joined with whole pieces of an uncompressed cache.
+
+    Shapes: q [num_q_heads, tokens, head_dim]; ``attended`` of the same rows; visible pieces as in
+        ``dense_prefill``, of any length.
+    Dtypes, Modifies, Raises: as ``ragged_decode``. Returns as ``dense_prefill``.
+    """
     num_q_heads, tokens, head_dim = q.shape
-    num_kv_heads = pieces[-1].k.shape[0]
-    seen = min(sum(piece.tokens for piece in pieces), tokens + window - 1)
-    k = torch.cat([piece.k for piece in pieces], dim=1)[:, None, -seen:]
-    v = torch.cat([piece.v for piece in pieces], dim=1)[:, None, -seen:]
+    parts = [attended]
+    for piece in visible:
+        if piece.tokens:
+            _check_heads(num_q_heads, head_dim, piece.k.shape[0], piece.k.shape[2])
+            folded = q.reshape(piece.k.shape[0], -1, head_dim)
+            parts.append(_unfold(_flash(folded, piece.k, piece.v, scale), num_q_heads, tokens))
+    return _merge(parts)
+
+
+def _in_window(q: Tensor, own: DenseKV, scale: float, window: int) -> Attended:
+    """New tokens over the last ones of a cache that ends with their own rows."""
+    num_q_heads, tokens, head_dim = q.shape
+    num_kv_heads = own.k.shape[0]
+    seen = min(own.tokens, tokens + window - 1)
+    k, v = own.k[:, None, -seen:], own.v[:, None, -seen:]
     shape = (num_kv_heads, num_q_heads // num_kv_heads, seen, head_dim)
     row = torch.arange(seen - tokens, seen, device=q.device)[:, None]
     column = torch.arange(seen, device=q.device)

@@ -20,7 +20,7 @@ from kvkeep_kernels.layout import ShapeError
 Reduction = Literal["max", "logsum"]
 
 TILE_ROWS = 512
-"""Query rows of one head and group member per tile: bounds scratch to 512 x columns floats."""
+"""Query rows of one head per tile: bounds scratch to 512 x columns floats."""
 
 
 class PlusFactors(NamedTuple):
@@ -153,33 +153,34 @@ def _column_reduce_tiled(
     scale: float,
     log_factor: Tensor | None,
 ) -> Tensor:
-    num_kv_heads = k.shape[0]
-    grouped = q.unflatten(0, (num_kv_heads, -1))
-    row_norm = lse.float().unflatten(0, (num_kv_heads, -1))
-    keys = k.float()
-    # [heads, group or 1, columns]: a maximum needs no place of its own for every member, unless
-    # each has a factor of its own.
+    num_kv_heads, columns, _ = k.shape
+    # A maximum needs no place of its own for every group member, unless each has a factor of its
+    # own: a unit is all query rows of a KV head then, and else those of one query head.
     is_joint = op == "max" and log_factor is None
-    members = 1 if is_joint else grouped.shape[1]
-    received = torch.full((num_kv_heads, members, k.shape[1]), -torch.inf, device=q.device)
-    for first in range(0, q.shape[1], TILE_ROWS):
-        tile = slice(first, first + TILE_ROWS)
-        logits = _logits(grouped[:, :, tile].float() * scale, keys)
-        logits -= row_norm[:, :, tile, None]
-        row = torch.arange(first, first + logits.shape[2], device=q.device)[:, None]
-        if first_query is not None:
-            logits.masked_fill_(row < first_query, -torch.inf)
-        if last_query is not None:
-            logits.masked_fill_(row >= last_query, -torch.inf)
-        if is_joint:
-            torch.maximum(received, logits.amax(dim=(1, 2), keepdim=True)[:, 0], out=received)
-        elif op == "max":
-            torch.maximum(received, logits.amax(dim=2), out=received)
-        else:
-            torch.logaddexp(received, torch.logsumexp(logits, dim=2), out=received)
+    num_units = num_kv_heads if is_joint else q.shape[0]
+    # The row's norm is one more product: subtracting it afterwards would cost as much again.
+    rows = torch.cat([q.float() * scale, -lse.float()[..., None]], dim=-1)
+    rows = rows.reshape(num_units, -1, rows.shape[2])
+    keys = torch.cat([k.float(), k.new_ones((), dtype=torch.float32).expand(*k.shape[:2], 1)], -1)
+    received = torch.full((num_units, columns), -torch.inf, device=q.device)
+    for unit in range(num_units):
+        own = keys[unit * num_kv_heads // num_units].T
+        for first in range(0, rows.shape[1], TILE_ROWS):
+            logits = torch.mm(rows[unit, first : first + TILE_ROWS], own)
+            row = torch.arange(first, first + len(logits), device=q.device)[:, None] % q.shape[1]
+            if first_query is not None:
+                logits.masked_fill_(row < first_query, -torch.inf)
+            if last_query is not None:
+                logits.masked_fill_(row >= last_query, -torch.inf)
+            if op == "max":
+                torch.maximum(received[unit], logits.amax(dim=0), out=received[unit])
+            else:
+                found = torch.logsumexp(logits, dim=0)
+                torch.logaddexp(received[unit], found, out=received[unit])
     if log_factor is not None:
-        received += log_factor.unflatten(0, (num_kv_heads, -1))
-    return received.amax(dim=1)
+        received += log_factor
+    by_head: Tensor = received.unflatten(0, (num_kv_heads, -1))
+    return by_head.amax(dim=1)
 
 
 def _logits(rows: Tensor, keys: Tensor) -> Tensor:

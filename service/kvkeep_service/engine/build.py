@@ -1,8 +1,8 @@
 """A build: prefill a document, let the policy choose, keep the chosen rows, free the rest.
 
 A build is a generator of bounded work items, so that questions are answered between them and
-it can be abandoned at any of them. Slices have a fixed size, whatever else is running: the same
-document gives the same cache, bit for bit, when it is rebuilt.
+it can be abandoned at any of them. How a text is cut into slices depends on its length alone,
+whatever else is running: the same document gives the same cache, bit for bit, when it is rebuilt.
 """
 
 import time
@@ -22,8 +22,12 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.windows import with_windows
 from kvkeep_service.ports import Quantization
 
-SLICE_TOKENS = 256
-"""Tokens of one work item: bounds how long a running answer waits for a build."""
+SLICE_TOKENS = 512
+"""Most tokens that go through a layer at a time.
+
+A work item is one slice in one layer, which bounds how long a running answer waits for a build;
+shorter slices keep several threads less busy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +183,16 @@ def _quantized(kept: RaggedKV, full: DenseKV, quantization: Quantization) -> Con
 class PrefillPass:
     """Document tokens from ``first`` on: written to the full cache, attending causally."""
 
-    def __init__(self, cache: FullCache, first: int, watcher: PrefillWatcher | None = None) -> None:
+    def __init__(
+        self,
+        cache: FullCache,
+        first: int,
+        last_layer: int,
+        watcher: PrefillWatcher | None = None,
+    ) -> None:
         self._cache = cache
         self._first = first
+        self._last_layer = last_layer
         self._watcher = watcher
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -190,8 +201,20 @@ class PrefillPass:
         if self._watcher is not None and window is None:
             self._watcher.see_queries(layer, self._first, q[0], scale)
         cache.write(layer, self._first, k[0], v[0])
+        if layer == self._last_layer:
+            # Nobody reads what comes of it.
+            return q
         own = cache.visible(layer, self._first + k.shape[2])
         return dense_prefill(q[0], own, scale=scale, window=window).out[None]
+
+
+def slices(total: int) -> list[range]:
+    """Cut ``total`` tokens into as few slices of at most ``SLICE_TOKENS`` as there can be.
+
+    They are equally long but for one token: a short one would cost more than its share.
+    """
+    count = -(-total // SLICE_TOKENS)
+    return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
 def prefill(
@@ -202,12 +225,16 @@ def prefill(
 ) -> Generator[float, None, None]:
     """Fill a cache with the whole document, yielding the fraction done after each slice."""
     ids = torch.tensor([[*document.prefix_ids, *document.ids]])
-    total = ids.shape[1]
-    for first in range(0, total, SLICE_TOKENS):
-        piece = ids[:, first : first + SLICE_TOKENS]
-        last = first + piece.shape[1]
-        model.hidden(piece, torch.arange(first, last)[None], PrefillPass(cache, first, watcher))
-        yield last / total
+    last_layer = model.shape.num_layers - 1
+    for piece in slices(ids.shape[1]):
+        positions = torch.arange(piece.start, piece.stop)[None]
+        forward = model.begin(ids[:, piece.start : piece.stop], positions)
+        attention = PrefillPass(cache, piece.start, last_layer, watcher)
+        for layer in range(last_layer):
+            forward.run_layer(layer, attention)
+            yield (piece.start + len(piece) * layer / (last_layer + 1)) / ids.shape[1]
+        forward.attend_only(last_layer, attention)
+        yield piece.stop / ids.shape[1]
 
 
 def _selection(

@@ -1,8 +1,7 @@
 """One language model, loaded: what it is, its template, and its two forwards."""
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from kvkeep_service.engine.attention import (
     MakingWay,
     register_attention,
 )
+from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.gguf import (
     BUNDLED,
     bundled_gguf,
@@ -74,24 +74,14 @@ class LanguageModel:
         states: Tensor = out.last_hidden_state
         return states
 
-    @contextmanager
-    def showing_inputs(self, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Hand every layer's number and what its attention reads to ``see``, in forwards within.
+    def begin(self, token_ids: Tensor, positions: Tensor) -> LayeredForward:
+        """A forward of new tokens that is taken from layer to layer by whoever asks for it.
 
-        Shapes: [batch, tokens, hidden], behind the layer's first norm. Called before the pass is.
+        Shapes: as ``hidden``. Modifies: nothing yet.
         """
-
-        def hook(module: torch.nn.Module, _: Any, arguments: dict[str, Any]) -> None:
-            layer: int = module.layer_idx  # type: ignore[assignment]
-            see(layer, arguments["hidden_states"])
-
-        attentions = [layer.self_attn for layer in self._model.model.layers]
-        hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in attentions]
-        try:
-            yield
-        finally:
-            for handle in hooks:
-                handle.remove()
+        return LayeredForward(
+            self._model.model, token_ids.to(self.device), positions.to(self.device)
+        )
 
     def rotation(self, layer: int, first: int, last: int) -> Rotation:
         """The rope of a layer at positions ``first`` to ``last`` (exclusive)."""

@@ -11,17 +11,17 @@ state, ``|W_O v| / |h|``: W_O of the query head, h what the row's attention read
 """
 
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.attention import dense_prefill
-from kvkeep_kernels.scoring import PlusFactors, chunk_max_attention, row_lse
-from kvkeep_service.engine.build import SLICE_TOKENS, DocumentTokens, Parameters
-from kvkeep_service.engine.cache import FullCache, Tail
+from kvkeep_kernels.attention import attend_also, dense_prefill
+from kvkeep_kernels.layout import DenseKV
+from kvkeep_kernels.scoring import PlusFactors, chunk_max_attention
+from kvkeep_service.engine.build import DocumentTokens, Parameters, slices
+from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.ports import Normalization, Scoring
 
@@ -95,10 +95,13 @@ class KVzip:
         *,
         scoring: Scoring,
         chunk_tokens: int,
+        neighbours: int = 0,
         normalization: Normalization = "none",
     ) -> None:
+        """``neighbours``: chunks that local scoring's forward sees on each side of its own."""
         self._prompts = prompts
         self._scoring: Scoring = scoring
+        self._neighbours = neighbours
         self._normalization: Normalization = normalization
         self.chunk_tokens = chunk_tokens
 
@@ -109,7 +112,9 @@ class KVzip:
             "scoring": self._scoring,
             "chunk_tokens": self.chunk_tokens,
         }
-        # Not named when it is "none": so are caches of versions that knew no other.
+        # Not named when they are none: so are caches of versions that knew no other.
+        if self._neighbours:
+            named["neighbours"] = self._neighbours
         if self._normalization != "none":
             named["normalization"] = self._normalization
         return named
@@ -117,20 +122,55 @@ class KVzip:
     def score(
         self, model: LanguageModel, cache: FullCache, document: DocumentTokens
     ) -> Generator[float, None, Tensor]:
-        """As ``ScoringPolicy.score``; one work item per slice of a repeat input."""
+        """As ``ScoringPolicy.score``; one work item per slice of a repeat input and layer."""
         shape, total = model.shape, len(document.ids)
         scores = torch.zeros(len(shape.evicting), shape.num_kv_heads, total, device=model.device)
         for chunk in _chunks(total, self.chunk_tokens):
-            ids = self._prompts.repeat_input(document, chunk)
-            norms = _PlusNorms(model) if self._normalization == "kvzip_plus" else None
-            repeat = _RepeatPass(model, cache, document, chunk, self._scoring, norms, scores)
-            for done in _forward_in_slices(model, ids, document.num_tokens, repeat):
+            for done in self._repeat(model, cache, document, chunk, scores):
                 yield (chunk.start + len(chunk) * done) / total
         return scores
 
+    def _repeat(
+        self,
+        model: LanguageModel,
+        cache: FullCache,
+        document: DocumentTokens,
+        chunk: range,
+        scores: Tensor,
+    ) -> Generator[float, None, None]:
+        """Repeat one chunk, layer by layer, so that only one layer's rows of it are ever there."""
+        ids = torch.tensor([self._prompts.repeat_input(document, chunk)])
+        pieces, first = slices(ids.shape[1]), document.num_tokens
+        forwards = [
+            model.begin(
+                ids[:, piece.start : piece.stop],
+                torch.arange(first + piece.start, first + piece.stop)[None],
+            )
+            for piece in pieces
+        ]
+        reach = None if self._scoring == "exact" else self._neighbours * self.chunk_tokens
+        repeat = _RepeatPass(model, cache, document, chunk, reach, ids.shape[1], scores)
+        num_layers = model.shape.num_layers
+        for layer in range(num_layers):
+            repeat.enter(layer)
+            if self._normalization == "kvzip_plus" and layer in model.shape.evicting:
+                repeat.value_norm = _value_norm(model, cache, layer, repeat.columns)
+            for piece, forward in zip(pieces, forwards, strict=True):
+                if self._normalization == "kvzip_plus":
+                    repeat.hidden_norm = _hidden_norm(forward.read_by(layer))
+                if layer < num_layers - 1:
+                    forward.run_layer(layer, repeat)
+                else:
+                    forward.attend_only(layer, repeat)
+                yield (layer + piece.stop / ids.shape[1]) / num_layers
+
 
 class _RepeatPass:
-    """One repeat input over one chunk: its tail, and the running column maximum."""
+    """One repeat input over one chunk: the rows of the present layer, and the running maximum.
+
+    Prefix, chunk and the repeat input's own rows, which scores are defined over, lie one behind
+    the other: so a forward attends to all of them at once.
+    """
 
     def __init__(
         self,
@@ -138,90 +178,91 @@ class _RepeatPass:
         cache: FullCache,
         document: DocumentTokens,
         chunk: range,
-        scoring: Scoring,
-        norms: "_PlusNorms | None",
+        reach: int | None,
+        num_rows: int,
         scores: Tensor,
     ) -> None:
-        self.norms = norms
-        self._evicting = model.shape.evicting
-        self._cache = cache
-        self._num_prefix, self._num_tokens = document.num_prefix, document.num_tokens
-        self._first = document.num_prefix + chunk.start
-        self._last = document.num_prefix + chunk.stop
-        self._is_exact = scoring == "exact"
+        """``reach``: document tokens attended to on each side of the chunk; None for all."""
+        shape, num_prefix = model.shape, document.num_prefix
+        self.columns = range(num_prefix + chunk.start, num_prefix + chunk.stop)
+        """The chunk's tokens in the cache."""
+        self.value_norm: Tensor | None = None
+        self.hidden_norm: Tensor | None = None
+        self._cache, self._num_prefix = cache, num_prefix
+        first, last = num_prefix, document.num_tokens
+        if reach is not None:
+            first = max(first, self.columns.start - reach)
+            last = min(last, self.columns.stop + reach)
+        self._others = (range(first, self.columns.start), range(self.columns.stop, last))
+        self._evicting, self._num_tokens = shape.evicting, document.num_tokens
         self._scores = scores[:, :, chunk.start : chunk.stop]
-        self.tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+        windows = [window - 1 for window in shape.windows if window is not None]
+        room = num_rows + max(num_prefix + len(chunk), *windows, 0)
+        size = (2, shape.num_kv_heads, room, shape.head_dim)
+        self._rows = torch.empty(size, dtype=model.dtype, device=model.device)
+        self._end = 0
+
+    def enter(self, layer: int) -> None:
+        """Make ready for the first slice of a layer. Modifies its rows."""
+        self._end = 0
+        if self._cache.window(layer) is not None:
+            # Nothing of it is evicted, so nothing is scored: it sees the document's end, as ever.
+            pieces = [self._cache.lasting(layer, self._num_tokens)]
+        else:
+            pieces = self._pieces(layer, range(self._num_prefix), self.columns)
+        for rows in pieces:
+            self._append(rows.k, rows.v)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``, batch 1. Modifies the tail and the scores."""
-        own = self.tail.write(layer, k[0], v[0])
+        """As ``AttentionPass.attend``, batch 1. Modifies its rows and the scores."""
+        self._append(k[0], v[0])
+        own = DenseKV(self._rows[0, :, : self._end], self._rows[1, :, : self._end])
         window = self._cache.window(layer)
+        attended = dense_prefill(q[0], own, scale=scale, window=window)
         if window is not None:
-            # Nothing of it is evicted, so nothing is scored: it sees the document's end, as ever.
-            before = self._cache.lasting(layer, self._num_tokens)
-            return dense_prefill(q[0], own, visible=[before], scale=scale, window=window).out[None]
-        prefix = self._cache.rows(layer, 0, self._num_prefix)
-        chunk = self._cache.rows(layer, self._first, self._last)
-        if self._is_exact:
-            whole = self._cache.rows(layer, 0, self._num_tokens)
-            attended = dense_prefill(q[0], own, visible=[whole], scale=scale)
-            lse = row_lse(q[0], prefix.k, chunk.k, own.k, scale=scale)
-        else:
-            attended = dense_prefill(q[0], own, visible=[prefix, chunk], scale=scale)
-            lse = attended.lse
-        plus = None if self.norms is None else self.norms.factors(layer, chunk.v)
-        best = chunk_max_attention(q[0], chunk.k, lse, scale=scale, plus=plus)
+            return attended.out[None]
+        chunk_k = own.k[:, self._num_prefix : self._num_prefix + len(self.columns)]
+        best = chunk_max_attention(q[0], chunk_k, attended.lse, scale=scale, plus=self._plus())
         scores = self._scores[self._evicting.index(layer)]
         torch.maximum(scores, best, out=scores)
-        return attended.out[None]
+        others = self._pieces(layer, *self._others)
+        return attend_also(q[0], attended, others, scale=scale).out[None]
+
+    def _pieces(self, layer: int, *pieces: range) -> list[DenseKV]:
+        return [self._cache.rows(layer, piece.start, piece.stop) for piece in pieces]
+
+    def _append(self, k: Tensor, v: Tensor) -> None:
+        end = self._end + k.shape[1]
+        self._rows[0, :, self._end : end] = k
+        self._rows[1, :, self._end : end] = v
+        self._end = end
+
+    def _plus(self) -> PlusFactors | None:
+        if self.value_norm is None or self.hidden_norm is None:
+            return None
+        return PlusFactors(self.value_norm, self.hidden_norm)
 
 
-class _PlusNorms:
-    """What KVzip+ multiplies the weights of one chunk by, gathered while its pass runs."""
+def _hidden_norm(hidden: Tensor) -> Tensor:
+    """Norms of what a layer's attention reads, [1, rows, hidden]: [rows] fp32."""
+    norm: Tensor = torch.linalg.vector_norm(hidden[0], dim=-1, dtype=torch.float32)
+    # A token whose embedding is zero, such as padding, would count infinitely: not at all.
+    return norm.masked_fill(norm == 0.0, torch.inf)
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self._value_norms: dict[int, Tensor] = {}
-        self._hidden_norm: Tensor | None = None
 
-    def see(self, _: int, hidden: Tensor) -> None:
-        """Take what the next layer's attention reads, [1, rows, hidden]. Modifies itself."""
-        norm = torch.linalg.vector_norm(hidden[0], dim=-1, dtype=torch.float32)
-        # A token whose embedding is zero, such as padding, would count infinitely: not at all.
-        self._hidden_norm = norm.masked_fill(norm == 0.0, torch.inf)
-
-    def factors(self, layer: int, values: Tensor) -> PlusFactors:
-        """Those of the rows last seen and of a chunk's values [num_kv_heads, chunk, head_dim]."""
-        assert self._hidden_norm is not None, "a forward that shows nothing of what it reads"
-        if layer not in self._value_norms:
-            projection = self._model.output_projection(layer)
-            group_size = len(projection) // len(values)
-            # One head at a time: the vectors themselves are hidden-sized, for every token.
-            norms = [
-                torch.linalg.vector_norm(values[head // group_size].float() @ own.float().T, dim=-1)
-                for head, own in enumerate(projection)
-            ]
-            self._value_norms[layer] = torch.stack(norms)
-        return PlusFactors(self._value_norms[layer], self._hidden_norm)
+def _value_norm(model: LanguageModel, cache: FullCache, layer: int, columns: range) -> Tensor:
+    """Norms of what some tokens' values become in the output: [num_q_heads, columns] fp32."""
+    values = cache.rows(layer, columns.start, columns.stop).v
+    projection = model.output_projection(layer)
+    group_size = len(projection) // len(values)
+    # One head at a time: the vectors themselves are hidden-sized, for every token.
+    norms = [
+        torch.linalg.vector_norm(values[head // group_size].float() @ own.float().T, dim=-1)
+        for head, own in enumerate(projection)
+    ]
+    return torch.stack(norms)
 
 
 def _chunks(total: int, chunk_tokens: int) -> Iterator[range]:
     for first in range(0, total, chunk_tokens):
         yield range(first, min(first + chunk_tokens, total))
-
-
-def _forward_in_slices(
-    model: LanguageModel, ids: list[int], position: int, repeat: _RepeatPass
-) -> Iterator[float]:
-    """Run a repeat input from ``position`` on, yielding the fraction done after each slice."""
-    tokens = torch.tensor([ids])
-    repeat.tail.reserve(len(ids))
-    for first in range(0, len(ids), SLICE_TOKENS):
-        piece = tokens[:, first : first + SLICE_TOKENS]
-        last = first + piece.shape[1]
-        positions = torch.arange(position + first, position + last)[None]
-        # Not across the yield: forwards of others come in between.
-        with model.showing_inputs(repeat.norms.see) if repeat.norms else nullcontext():
-            model.hidden(piece, positions, repeat)
-        repeat.tail.extend(piece.shape[1])
-        yield last / len(ids)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvkeep_kernels import reference
 from kvkeep_kernels.attention import (
+    attend_also,
     dense_prefill,
     ragged_decode,
     ragged_decode_batch,
@@ -65,7 +66,7 @@ def test_dense_prefill_sees_every_piece_and_its_own_past(
     visible = [dense(heads, piece, head_dim) for piece in pieces]
     own = dense(heads, own_earlier + tokens, head_dim)
     q = torch.randn(heads * group_size, tokens, head_dim)
-    out, lse = dense_prefill(q, own, visible=visible, scale=0.2)
+    out, lse = attend_also(q, dense_prefill(q, own, scale=0.2), visible, scale=0.2)
     k = torch.cat([*(piece.k for piece in visible), own.k], dim=1).repeat_interleave(group_size, 0)
     v = torch.cat([*(piece.v for piece in visible), own.v], dim=1).repeat_interleave(group_size, 0)
     logits = (q @ k.transpose(1, 2)) * 0.2

@@ -17,6 +17,7 @@ from kvkeep_service.engine.decode import (
     decode_step,
     prefill_question,
 )
+from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler, SchedulerStats
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
@@ -72,6 +73,14 @@ class GatedModel(LanguageModel):
     def hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionPass
     ) -> torch.Tensor:
+        self._pass_the_gate(token_ids)
+        return super().hidden(token_ids, positions, attention)
+
+    def begin(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayeredForward:
+        self._pass_the_gate(token_ids)
+        return super().begin(token_ids, positions)
+
+    def _pass_the_gate(self, token_ids: torch.Tensor) -> None:
         with self._gate:
             self._is_held = True
             self._gate.notify_all()
@@ -83,7 +92,6 @@ class GatedModel(LanguageModel):
         self.batches.append(len(token_ids))
         if self.error is not None:
             raise self.error
-        return super().hidden(token_ids, positions, attention)
 
 
 @dataclass(eq=False)

@@ -1,14 +1,24 @@
 """KVzip's scores equal a dense computation with a stock model, chunk by chunk."""
 
-import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kvkeep_kernels.reference import chunk_max_attention
 from kvkeep_service.engine.architecture import check_supported
-from kvkeep_service.engine.build import DocumentTokens, RatioMissed, _check_achieved, prefill
+from kvkeep_service.engine.attention import AttentionPass
+from kvkeep_service.engine.build import (
+    SLICE_TOKENS,
+    DocumentTokens,
+    RatioMissed,
+    _check_achieved,
+    build,
+    prefill,
+    slices,
+)
 from kvkeep_service.engine.cache import FullCache
+from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.policies.kvzip import (
     CHUNK_TOKENS,
@@ -25,13 +35,23 @@ CHUNK = 60
 
 
 def our_scores(
-    model: LanguageModel, document: DocumentTokens, scoring: str, normalization: str = "none"
+    model: LanguageModel,
+    document: DocumentTokens,
+    scoring: str,
+    normalization: str = "none",
+    neighbours: int = 0,
 ) -> torch.Tensor:
     cache = FullCache(model.shape, document.num_tokens, dtype=model.dtype, device=model.device)
     for _ in prefill(model, cache, document, None):
         pass
-    options = {"scoring": scoring, "normalization": normalization, "chunk_tokens": CHUNK}
-    steps = KVzip(PROMPTS, **options).score(model, cache, document)
+    policy = KVzip(
+        PROMPTS,
+        scoring=scoring,
+        normalization=normalization,
+        neighbours=neighbours,
+        chunk_tokens=CHUNK,
+    )
+    steps = policy.score(model, cache, document)
     while True:
         try:
             next(steps)
@@ -59,7 +79,11 @@ def plus_score(reference: MaskedReference, layer: int, begin: int, end: int, num
 
 
 def oracle_scores(
-    kind: str, document: DocumentTokens, scoring: str, normalization: str = "none"
+    kind: str,
+    document: DocumentTokens,
+    scoring: str,
+    normalization: str = "none",
+    neighbours: int = 0,
 ) -> torch.Tensor:
     """Repeat each chunk with a stock model over a dense cache; score from its own q and k."""
     stock = stock_model(kind)
@@ -80,7 +104,7 @@ def oracle_scores(
         if scoring == "local":
             mask = torch.zeros(config.num_key_value_heads, total, dtype=torch.bool)
             mask[:, :num_prefix] = True
-            mask[:, begin:end] = True
+            mask[:, max(0, begin - neighbours * CHUNK) : end + neighbours * CHUNK] = True
             reference.visible = [
                 mask if layer in shape.evicting else every for layer in range(shape.num_layers)
             ]
@@ -112,6 +136,24 @@ def test_scores_equal_a_dense_stock_model(kind: str, scoring: str) -> None:
     torch.testing.assert_close(ours, oracle_scores(kind, document, scoring), rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("neighbours", [1, 2])
+def test_scores_with_neighbours_equal_a_dense_stock_model_that_sees_them(neighbours: int) -> None:
+    document = random_document(4 * CHUNK + 1, prefix=4, seed=1)
+    model = engine_model(stock_model("llama"))
+    ours = our_scores(model, document, "local", neighbours=neighbours)
+    expected = oracle_scores("llama", document, "local", neighbours=neighbours)
+    torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-6)
+    fewer = our_scores(model, document, "local", neighbours=neighbours - 1)
+    assert not torch.allclose(fewer, expected, rtol=2e-3, atol=1e-6)
+
+
+def test_local_scoring_whose_neighbours_are_all_the_others_is_exact() -> None:
+    document = random_document(3 * CHUNK, prefix=4, seed=1)
+    model = engine_model(stock_model("llama"))
+    whole = our_scores(model, document, "local", neighbours=2)
+    torch.testing.assert_close(whole, our_scores(model, document, "exact"), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("scoring", ["exact", "local"])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_scores_of_kvzip_plus_equal_a_dense_stock_model_in_fp64(kind: str, scoring: str) -> None:
@@ -128,8 +170,7 @@ def test_slices_of_a_repeat_input_share_one_running_maximum(
     document = random_document(150, seed=2)
     model = engine_model(stock_model("llama"))
     whole = [our_scores(model, document, "local", kind) for kind in ("none", "kvzip_plus")]
-    for module in ("kvkeep_service.engine.build", "kvkeep_service.policies.kvzip"):
-        monkeypatch.setattr(f"{module}.SLICE_TOKENS", 17)
+    monkeypatch.setattr("kvkeep_service.engine.build.SLICE_TOKENS", 17)
     sliced = [our_scores(model, document, "local", kind) for kind in ("none", "kvzip_plus")]
     torch.testing.assert_close(sliced, whole, rtol=2e-3, atol=1e-6)
 
@@ -165,26 +206,41 @@ def test_field_42_scoring_that_kept_another_share_than_asked_fails_the_build() -
         _check_achieved(built.selection, 0.4)
 
 
-def test_a_build_hands_back_control_after_every_bounded_piece() -> None:
+def test_a_build_hands_back_control_after_every_slice_in_every_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = engine_model(stock_model("llama"))
-    tokens = []
-    hidden = model.hidden
-
-    def counting(ids: torch.Tensor, *rest: object) -> torch.Tensor:
-        tokens.append(ids.shape[1])
-        return hidden(ids, *rest)
-
-    model.hidden = counting
-    from kvkeep_service.engine.build import SLICE_TOKENS, build
-
+    run: list[tuple[int, int]] = []
+    for name in ("run_layer", "attend_only"):
+        monkeypatch.setattr(LayeredForward, name, counting(getattr(LayeredForward, name), run))
     policy = KVzip(PROMPTS, scoring="local", chunk_tokens=700)
-    steps = build(model, random_document(900), policy=policy, ratios=(0.3,))
     per_item = []
-    for _ in steps:
-        per_item.append(sum(tokens))
-        tokens.clear()
-    assert max(per_item) <= SLICE_TOKENS
-    assert len(list(itertools.filterfalse(None, per_item))) == model.shape.num_layers
+    for _ in build(model, random_document(900), policy=policy, ratios=(0.3,)):
+        per_item.append(list(run))
+        run.clear()
+    num_layers = model.shape.num_layers
+    assert max(map(len, per_item)) == 1, "one layer of one slice"
+    assert max(tokens for item in per_item for _, tokens in item) <= SLICE_TOKENS
+    # The document in two slices, then repeat inputs of 705 and 212 tokens in two and one.
+    assert sum(map(len, per_item)) == num_layers * (2 + 2 + 1)
+
+
+def counting(step: Callable[..., None], run: list[tuple[int, int]]) -> Callable[..., None]:
+    def counted(forward: LayeredForward, layer: int, attention: AttentionPass) -> None:
+        run.append((layer, forward._hidden.shape[1]))
+        step(forward, layer, attention)
+
+    return counted
+
+
+@pytest.mark.parametrize("total", [1, 511, 512, 513, 1024, 1052, 4000])
+def test_slices_are_as_few_as_can_be_and_equally_long(total: int) -> None:
+    found = slices(total)
+    assert [token for piece in found for token in piece] == list(range(total))
+    sizes = {len(piece) for piece in found}
+    assert max(sizes) <= SLICE_TOKENS
+    assert max(sizes) - min(sizes) <= 1
+    assert len(found) == -(-total // SLICE_TOKENS)
 
 
 def test_a_token_without_a_hidden_state_does_not_decide_what_kvzip_plus_keeps() -> None:
@@ -194,9 +250,3 @@ def test_a_token_without_a_hidden_state_does_not_decide_what_kvzip_plus_keeps() 
         stock.model.embed_tokens.weight[document.ids[9]] = 0.0
     scores = our_scores(engine_model(stock), document, "local", "kvzip_plus")
     assert torch.isfinite(scores).all()
-
-
-def test_kvzip_plus_leaves_nothing_behind_on_the_model() -> None:
-    model = engine_model(stock_model("llama"))
-    our_scores(model, random_document(70), "local", "kvzip_plus")
-    assert not any(part._forward_pre_hooks for part in model._model.modules())
