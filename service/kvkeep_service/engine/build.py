@@ -232,7 +232,7 @@ def prefill(
         attention = PrefillPass(cache, piece.start, last_layer, watcher)
         for layer in range(last_layer):
             forward.run_layer(layer, attention)
-            yield (piece.start + len(piece) * layer / (last_layer + 1)) / ids.shape[1]
+            yield (piece.start + len(piece) * (layer + 1) / (last_layer + 1)) / ids.shape[1]
         forward.attend_only(last_layer, attention)
         yield piece.stop / ids.shape[1]
 
