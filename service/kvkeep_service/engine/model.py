@@ -123,6 +123,10 @@ class PoliteModel(LanguageModel):
         """As ``LanguageModel.hidden``."""
         return self._inner.hidden(token_ids, positions, MakingWay(attention, self._make_way))
 
+    def begin(self, token_ids: Tensor, positions: Tensor) -> LayeredForward:
+        """As ``LanguageModel.begin``: whoever takes it from layer to layer makes way himself."""
+        return self._inner.begin(token_ids, positions)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep_kernels.padded_tails import PaddedTails
+from kvkeep_service.engine.architecture import ModelShape
 from kvkeep_service.engine.cache import Tail
-from kvkeep_service.engine.model import ModelShape
 
 _STEP_TOKENS = 64
 """Room grows by so many rows at once, so that growing is rare."""
