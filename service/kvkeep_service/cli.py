@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from kvkeep_service.admin import admin
-from kvkeep_service.command_line import Data, RedisUrl, Store, run, settings_from
+from kvkeep_service.command_line import Data, RedisUrl, Store, refused, run, settings_from
+from kvkeep_service.errors import ServiceError
+from kvkeep_service.start_errors import StartRefused
 from kvkeep_service.stores import open_objects
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -27,18 +29,27 @@ def main() -> None:
         os._exit(end.code if isinstance(end.code, int) else 0)
 
 
+Model = Annotated[str | None, typer.Option(help="Hub id, directory, GGUF or bundled.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(help="Jinja file used instead of the model's template.")
+]
+
+
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="Hub id, directory, GGUF or bundled.")] = None,
+    model: Model = None,
     data: Data = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     redis_url: RedisUrl = None,
     store: Store = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file used instead of the model's template.")
+    device: Device = None,
+    dtype: Dtype = None,
+    chat_template: ChatTemplate = None,
+    head_scores: Annotated[
+        Path | None, typer.Option(help="What calibrate wrote; its file in --data otherwise.")
     ] = None,
 ) -> None:
     """Serve one model. Every flag has an environment twin, such as KVKEEP_MODEL."""
@@ -52,6 +63,7 @@ def serve(
         "device": device,
         "dtype": dtype,
         "chat_template": chat_template,
+        "head_scores": head_scores,
     }
     settings = settings_from(flags)
     if settings.store is not None:
@@ -61,3 +73,52 @@ def serve(
 
     typer.echo(f"loading model {settings.model} …", err=True)
     run(serve_application(settings, lambda url: typer.echo(f"kvkeep is ready at {url}")))
+
+
+@app.command()
+def calibrate(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="UTF-8 texts like your documents."),
+    ],
+    model: Model = None,
+    data: Data = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    chat_template: ChatTemplate = None,
+    head_scores: Annotated[
+        Path | None, typer.Option(help="File to write; one in the data directory otherwise.")
+    ] = None,
+) -> None:
+    """Measure what each head of a model is worth, for policy "kvzip_head".
+
+    Takes about three times as long as reading the texts. A server reads the file when it starts.
+    """
+    flags: dict[str, object] = {
+        "model": model,
+        "data": data,
+        "device": device,
+        "dtype": dtype,
+        "chat_template": chat_template,
+        "head_scores": head_scores,
+    }
+    settings = settings_from(flags)
+    try:
+        texts = [path.read_text(encoding="utf-8") for path in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise refused(error) from error
+    # Imported here: torch takes seconds, and what is wrong should be told at once.
+    from kvkeep_service.app import load_configured_model
+    from kvkeep_service.calibrate import calibrate as measure
+    from kvkeep_service.head_score_files import head_scores_path, write_head_scores
+
+    def report(fraction: float) -> None:
+        typer.echo(f"\r{fraction:4.0%}", err=True, nl=fraction == 1.0)
+
+    try:
+        loaded = load_configured_model(settings)
+        path = head_scores_path(settings, loaded.info)
+        write_head_scores(path, measure(loaded, texts, report))
+    except (StartRefused, ServiceError) as error:
+        raise refused(error) from error
+    typer.echo(str(path))

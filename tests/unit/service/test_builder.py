@@ -8,7 +8,12 @@ import pytest
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.plan import BANDS, BuildPlan, Planner
+from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Quantization, Span
+from kvkeep_service.recovery import Recovery
+from kvkeep_service.registration import Registration
+from kvkeep_service.registry import Registry
+from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.documents import DocumentBody, get_mirror
 from kvkeep_storage.jobs import MAX_ATTEMPTS
 from kvkeep_storage.keys import DocumentKey
@@ -91,6 +96,28 @@ async def test_a_context_of_another_identity_waits_for_its_own(
     bench.builder.start()
     await bench.until_settled()
     assert (await bench.record(record.id)).status == "ready"
+
+
+async def test_whole_heads_wait_for_a_server_that_knows_their_scores(
+    bench: Workbench, tiny: LoadedModel
+) -> None:
+    scores = HeadScores(((0.5, 0.25), (0.125, 0.75)), "digest")
+    options = {"owner": "calibrated", "max_queue": 1, "resident_bytes": 0, "head_scores": scores}
+    worker = LocalWorker(tiny, bench.stores, Recovery(bench.stores, rebuilds=True), **options)
+    compression = CompressionSpec("kvzip_head", 0.6)
+    wanted = Registration(SHORT, compression, None, {}, None, None)
+    record = await Registry(bench.stores, worker).register(TENANT, wanted)
+    bench.builder.start()
+    ends = [await bench.jobs.next_end() for _ in range(2 * MAX_ATTEMPTS)]
+    assert {end.how for end in ends} == {"postponed"}
+    await bench.builder.stop()
+    await bench.jobs.void_owners()
+    knowing = bench.another(planner=Planner(tiny, scores))
+    knowing.start()
+    await bench.until_settled()
+    await knowing.stop()
+    record = await bench.record(record.id)
+    assert (record.status, record.policy_applied) == ("ready", "kvzip_head")
 
 
 async def test_equal_documents_are_built_once(bench: Workbench, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
         *("serve", "--model", "some/model", "--data", str(tmp_path), "--port", "0"),
         *("--redis-url", "redis://r", "--store", "file:///s", "--device", "cpu"),
         *("--dtype", "bfloat16", "--chat-template", str(template), "--host", "::1"),
+        *("--head-scores", str(tmp_path / "heads.json")),
     )
     assert result.exit_code == 0
     assert result.stdout == "kvkeep is ready at http://127.0.0.1:1234\n"
@@ -103,6 +104,7 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
         device="cpu",
         dtype="bfloat16",
         chat_template=template,
+        head_scores=tmp_path / "heads.json",
     )
 
 

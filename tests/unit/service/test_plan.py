@@ -2,21 +2,35 @@
 
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from kvkeep_service.engine.model import LoadedModel
-from kvkeep_service.errors import DocumentTooLong, InvalidRequest
+from kvkeep_service.errors import DocumentTooLong, HeadScoresMissing, InvalidRequest
 from kvkeep_service.plan import BANDS, Planner, band_ratios
 from kvkeep_service.policies.choose import MIN_DOCUMENT_TOKENS
+from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.policies.kvzip import CHUNK_TOKENS
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Span
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, PolicyName, Span
+from kvkeep_storage.documents import DocumentBody
 
 from ...support.documents import contract
 from .tiny import LONG, RESERVE_TOKENS, SHORT, with_positions
 
 PLAIN = CompressionSpec()
+HEADS = ((0.5, 0.25), (0.125, 0.75))
+STORED = DocumentBody(
+    text=SHORT.text,
+    system=None,
+    instructions=None,
+    protect=(),
+    prefix_text="",
+    policy="kvzip",
+    ratio=0.3,
+    scoring="local",
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +77,7 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
     ) -> str:
         return by.plan(tenant, document, compression).fingerprint.digest
 
+    calibrated = Planner(tiny, HeadScores(HEADS, "digest"))
     other_weights = replace(tiny, info=replace(tiny.info, weights_digest="sha256:other"))
     other_dtype = replace(tiny, info=replace(tiny.info, dtype="bfloat16"))
     other_rope = replace(tiny, rope='{"rope_theta": 1}')
@@ -76,6 +91,14 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         digest(compression=CompressionSpec(policy="none")),
         digest(compression=CompressionSpec(scoring="exact")),
         digest(compression=CompressionSpec(normalization="kvzip_plus")),
+        *(
+            digest(compression=CompressionSpec(policy=name), by=calibrated)
+            for name in ("kvzip_head", "snapkv", "expected_attention", "streaming", "random")
+        ),
+        digest(
+            compression=CompressionSpec(policy="kvzip_head"),
+            by=Planner(tiny, HeadScores(HEADS, "of another calibration")),
+        ),
         digest(compression=CompressionSpec(quantization="int8")),
         digest(compression=CompressionSpec(quantization="int4")),
         digest(by=Planner(other_weights)),
@@ -85,6 +108,56 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         digest(by=Planner(with_positions(tiny, 600))),
     ]
     assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("name", get_args(PolicyName))
+def test_field_59_a_stored_document_is_planned_with_its_own_policy(
+    tiny: LoadedModel, name: PolicyName
+) -> None:
+    planner = Planner(tiny, HeadScores(HEADS, "digest"))
+    promised = planner.plan("acme", SHORT, CompressionSpec(policy=name))
+    stored = STORED.model_copy(update={"policy": name, "prefix_text": promised.prefix_text})
+    again = planner.plan_stored("acme", stored)
+    assert again.fingerprint == promised.fingerprint
+    assert again.policy_applied == promised.policy_applied == name
+    assert again.ratio == promised.ratio == (1.0 if name == "none" else 0.3)
+
+
+def test_a_document_of_an_older_version_has_the_identity_it_had(planner: Planner) -> None:
+    """KVzip's parameters are what they were when it was the only policy."""
+    plan = planner.plan_stored("acme", STORED)
+    assert (plan.fingerprint.policy, plan.fingerprint.policy_version) == ("kvzip", 1)
+    assert plan.fingerprint.policy_parameters == {"scoring": "local", "chunk_tokens": 1024}
+    kept = planner.plan_stored("acme", STORED.model_copy(update={"policy": "none"})).fingerprint
+    assert (kept.policy, kept.policy_version, dict(kept.policy_parameters)) == ("none", 1, {})
+
+
+def test_a_stored_policy_that_is_not_known_here_is_refused(planner: Planner) -> None:
+    with pytest.raises(InvalidRequest, match="kvpop"):
+        planner.plan_stored("acme", STORED.model_copy(update={"policy": "kvpop"}))
+
+
+@pytest.mark.parametrize("document", [SHORT, DocumentSpec("A short text.")])
+def test_whole_heads_are_refused_where_nobody_measured_them(
+    planner: Planner, document: DocumentSpec
+) -> None:
+    with pytest.raises(HeadScoresMissing, match="kvkeep-server calibrate"):
+        planner.plan("acme", document, CompressionSpec(policy="kvzip_head"))
+
+
+def test_a_budget_of_tokens_is_the_share_of_what_may_be_evicted(planner: Planner) -> None:
+    protect = (Span(100, 200),)
+    document = replace(SHORT, protect=protect)
+    plan = planner.plan("acme", document, CompressionSpec(tokens=100))
+    eligible = len(plan.document.ids) - int(plan.document.protected.sum())
+    assert plan.ratio == 100 / eligible
+    assert plan.fingerprint == planner.plan("acme", document, PLAIN).fingerprint
+    assert planner.plan("acme", document, CompressionSpec(tokens=10_000)).ratio == 1.0
+    with pytest.raises(InvalidRequest, match="send at least"):
+        planner.plan("acme", document, CompressionSpec(tokens=1))
+    # Nothing is evicted from it, so no budget is too small.
+    short = planner.plan("acme", DocumentSpec("A short text."), CompressionSpec(tokens=1))
+    assert (short.policy, short.ratio) == (None, 1.0)
 
 
 def test_int4_is_refused_by_name_where_heads_have_an_odd_width(tiny: LoadedModel) -> None:
