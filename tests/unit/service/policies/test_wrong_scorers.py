@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvkeep_kernels import scoring as kernels
 from kvkeep_kernels.layout import DenseKV
@@ -110,13 +111,13 @@ def prefix_left_out_of_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def positions_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LanguageModel.hidden
+    right = LlamaRotaryEmbedding.forward
 
-    def wrong(self: LanguageModel, ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        after = positions >= DOCUMENT.num_tokens
-        return right(self, ids, positions - after * DOCUMENT.num_tokens, *rest)
+    def wrong(self: LlamaRotaryEmbedding, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        after = position_ids >= DOCUMENT.num_tokens
+        return right(self, x, position_ids - after * DOCUMENT.num_tokens)
 
-    monkeypatch.setattr(LanguageModel, "hidden", wrong)
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", wrong)
 
 
 def keep_the_lowest(monkeypatch: pytest.MonkeyPatch) -> None:
