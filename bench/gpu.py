@@ -10,24 +10,22 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Literal
 
 import torch
 import triton
 from kvkeep_bench.gpu_checks import run_checks
 from kvkeep_bench.gpu_clock import Clock, OutOfTime, Step
 from kvkeep_bench.gpu_dense import dense_ways
-from kvkeep_bench.gpu_values import LLAMA_8B, Shape, Values
+from kvkeep_bench.gpu_values import KINDS, LLAMA_8B, Shape, Values
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep_kernels import attention, compaction, scoring
 from kvkeep_kernels._triton import decode, work_list
 from kvkeep_kernels.backend import backend_report
-from kvkeep_kernels.layout import ContextRows, DecodeBatch, DecodeGroup, DenseKV
+from kvkeep_kernels.layout import CodeKind, ContextRows, DecodeBatch, DecodeGroup, DenseKV
 
 _TAIL_TOKENS = 64
-_BITS: Final[tuple[Literal[4, 8], ...]] = (8, 4)
 # Operands of one graph exceed the cache of an H200 (50 MB) several times.
 _COLD_BYTES = 400 * 2**20
 
@@ -168,17 +166,17 @@ class Bench:
     def quantized(self) -> None:
         """The same over codes, against plain rows at the same ratio."""
         self._report.add()
-        self._report.add("## Decode over int8 and int4, ratio 0.3, one layer, one step")
+        self._report.add("## Decode over codes, ratio 0.3, one layer, one step")
         self._report.add()
-        self._report.add("| tokens | batch | bits | ms | / plain rows | bytes/s of copy |")
+        self._report.add("| tokens | batch | codes | ms | / plain rows | bytes/s of copy |")
         self._report.add("|---|---|---|---|---|---|")
         for tokens in (64,) if self._small else (32768, 131072):
             for batch in (1,) if self._small else (1, 16):
                 plain, _, _ = self._ragged(LLAMA_8B, tokens, batch, True, 0.3)
-                for bits in _BITS:
-                    took, _, read = self._ragged(LLAMA_8B, tokens, batch, True, 0.3, bits)
+                for kind in KINDS:
+                    took, _, read = self._ragged(LLAMA_8B, tokens, batch, True, 0.3, kind)
                     self._report.add(
-                        f"| {tokens} | {batch} shared | {bits} | {took:.4f} | {took / plain:.3f} "
+                        f"| {tokens} | {batch} shared | {kind} | {took:.4f} | {took / plain:.3f} "
                         f"| {read / took * 1e3 / self._copy_rate:.2f} |"
                     )
 
@@ -189,11 +187,11 @@ class Bench:
         batch: int,
         is_shared: bool,
         ratio: float,
-        bits: Literal[4, 8] | None = None,
+        kind: CodeKind | None = None,
     ) -> tuple[float, float, int]:
         """Milliseconds captured, milliseconds launched from the host, and bytes read once."""
         q = self._values.queries(shape, batch)
-        contexts = self._contexts(shape, tokens, ratio, 1 if is_shared else batch, bits)
+        contexts = self._contexts(shape, tokens, ratio, 1 if is_shared else batch, kind)
         tails = tuple(self._values.dense(shape, _TAIL_TOKENS) for _ in range(batch))
         if is_shared:
             batches = [DecodeBatch((DecodeGroup(context, tails),)) for context in contexts]
@@ -218,13 +216,13 @@ class Bench:
         tokens: int,
         ratio: float,
         batch: int = 1,
-        bits: Literal[4, 8] | None = None,
+        kind: CodeKind | None = None,
     ) -> Sequence[ContextRows]:
         lengths = self._values.lengths(shape, tokens, ratio)
-        size = ratio if bits is None else ratio * bits / 16
+        size = ratio / {None: 1, "int8": 2, "fp8": 2, "int4": 4}[kind]
         count = batch * self._copies(shape, round(tokens * size * batch))
-        if bits is not None:
-            return [self._values.quantized(shape, lengths, bits) for _ in range(count)]
+        if kind is not None:
+            return [self._values.quantized(shape, lengths, kind) for _ in range(count)]
         return [self._values.context(shape, lengths) for _ in range(count)]
 
     def _copies(self, shape: Shape, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What 8 and 4 bits a number cost in loss: teacher-forced, over one compressed document.
+"""What codes of 8 and 4 bits cost in loss: teacher-forced, over one compressed document.
 
     PYTHONSAFEPATH=1 PYTHONPATH=bench .venv/bin/python bench/quantized.py
 
@@ -70,7 +70,7 @@ def without_means(context: ResidentContext) -> ResidentContext:
     for rows in context.layers:
         assert isinstance(rows, RaggedKV)
         means = torch.zeros(rows.num_kv_heads, rows.head_dim, dtype=torch.float16)
-        layers.append(quantize_kv(rows, 4, means))
+        layers.append(quantize_kv(rows, "int4", means))
     return replace(context, layers=tuple(layers), _views={})
 
 
@@ -79,6 +79,7 @@ def variants(measured: Measured, ratio: float) -> Iterator[tuple[str, ResidentCo
     plain = measured.built(ratio, "none")
     yield "none", plain
     yield "int8", measured.built(ratio, "int8")
+    yield "fp8", measured.built(ratio, "fp8")
     yield "int4", measured.built(ratio, "int4")
     yield "int4 without means", without_means(plain)
 

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeep_bench.gpu_values import GEMMA_SMALL, LLAMA_8B, SMOLLM2, Shape, Values
+from kvkeep_bench.gpu_values import GEMMA_SMALL, KINDS, LLAMA_8B, SMOLLM2, Shape, Values
 from kvkeep_kernels import attention, compaction, reference, scoring
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, RaggedKV
+from kvkeep_kernels.layout import CodeKind, DecodeBatch, DecodeGroup, RaggedKV
 
 # As large a share of SDPA's own error as ours may be, and what counts as no error at all.
 _ALLOWED_SHARE = 2.0
@@ -43,8 +42,8 @@ def run_checks(device: torch.device, *, small: bool) -> Iterator[Check]:
             yield _decode(f"decode, {name}", values, shape, tokens)
             yield _prefill(f"question, {name}", values, shape, tokens)
             yield _score(f"scores, {name}", values, shape, tokens)
-            for bits in (8, 4):
-                yield _quantized(f"decode over int{bits}, {name}", values, shape, tokens, bits)
+            for kind in KINDS:
+                yield _quantized(f"decode over {kind}, {name}", values, shape, tokens, kind)
     yield _gather("gather", Values(device, dtypes[0], seed=1), 40 if small else 5000)
     yield _select("select as on the CPU", device, 40 if small else 3000)
 
@@ -76,10 +75,10 @@ def _decode(name: str, values: Values, shape: Shape, tokens: int) -> Check:
     return Check(name, error, max(_ROUNDING, _ALLOWED_SHARE * max(stock)))
 
 
-def _quantized(name: str, values: Values, shape: Shape, tokens: int, bits: Literal[4, 8]) -> Check:
+def _quantized(name: str, values: Values, shape: Shape, tokens: int, kind: CodeKind) -> Check:
     """Against fp64 over the rows that the codes stand for, so that only the kernel can be wrong."""
     lengths = torch.randint(1, tokens, (shape.num_kv_heads,), dtype=torch.int32)
-    context = values.quantized(shape, lengths, bits)
+    context = values.quantized(shape, lengths, kind)
     tails = tuple(values.dense(shape, size) for size in (1, 40))
     q = values.queries(shape, 2)
     batch = DecodeBatch((DecodeGroup(context, tails),))

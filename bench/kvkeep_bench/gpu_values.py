@@ -1,13 +1,16 @@
 """Contexts, tails and queries of real shapes, filled at random on the device."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import DenseKV, QuantizedKV, RaggedKV
+from kvkeep_kernels.layout import CodeKind, DenseKV, QuantizedKV, RaggedKV
 from kvkeep_kernels.quantize import quantize_kv
+
+KINDS: Final[tuple[CodeKind, ...]] = ("int8", "fp8", "int4")
+"""Every kind of codes that rows may be in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,13 @@ class Values:
         k, v = self.normal(rows, shape.head_dim), self.normal(rows, shape.head_dim)
         return RaggedKV(k, v, start.to(self.device), lengths.to(self.device))
 
-    def quantized(self, shape: Shape, lengths: Tensor, bits: Literal[4, 8]) -> QuantizedKV:
-        """The same in codes; with 4 bits, about each head's mean."""
+    def quantized(self, shape: Shape, lengths: Tensor, kind: CodeKind) -> QuantizedKV:
+        """The same in codes; of int4, about each head's mean."""
         rows = self.context(shape, lengths)
         mean = None
-        if bits == 4:
-            mean = torch.zeros(shape.num_kv_heads, shape.head_dim, device=self.device).half()
-        return quantize_kv(rows, bits, mean)
+        if kind == "int4":
+            mean = self.normal(shape.num_kv_heads, shape.head_dim).half()
+        return quantize_kv(rows, kind, mean)
 
     def dense(self, shape: Shape, tokens: int) -> DenseKV:
         """Rows that every head has."""

@@ -15,6 +15,7 @@ from kvkeep_kernels.backend import uses_triton
 from kvkeep_kernels.cpu_attention import Attended, flash
 from kvkeep_kernels.layout import (
     UNBOUNDED,
+    CodeKind,
     ContextRows,
     DecodeBatch,
     DecodeGroup,
@@ -26,7 +27,7 @@ from kvkeep_kernels.layout import (
     check_bounds,
     check_tail,
 )
-from kvkeep_kernels.quantize import unpacked
+from kvkeep_kernels.quantize import code_values
 
 _CODE_ROWS = 2048
 """Quantised rows that are floats at a time: a block of K, or of V, stays in a core's cache."""
@@ -183,11 +184,11 @@ def _launch_decode(q: Tensor, batch: DecodeBatch, scale: float, bounds: LogitBou
     from kvkeep_kernels._triton import decode, work_list
 
     group_size = q.shape[1] // batch.groups[0].context.num_kv_heads
-    forms: dict[int, list[int]] = {}
+    forms: dict[CodeKind | None, list[int]] = {}
     for index, group in enumerate(batch.groups):
         context = group.context
-        bits = context.bits if isinstance(context, QuantizedKV) else 0
-        forms.setdefault(bits, []).append(index)
+        kind = context.kind if isinstance(context, QuantizedKV) else None
+        forms.setdefault(kind, []).append(index)
     if len(forms) == 1:
         return decode.launch(q, work_list.tabulate(batch, group_size), scale=scale, bounds=bounds)
     pieces = list(torch.split(q, [len(group.tails) for group in batch.groups]))
@@ -250,19 +251,24 @@ def _over_codes(
     parts = []
     for first in range(run.start, run.stop, _CODE_ROWS):
         block = slice(first, min(first + _CODE_ROWS, run.stop))
-        k_codes = unpacked(context.k[block], context.bits).float()
         k_scale = context.k_scale[block].float()
+        k_codes = code_values(context.k[block], context.kind)
         logits = torch.matmul(q, k_codes.T).mul_(k_scale.abs())
-        logits.add_(q_sum * context.k_zero[block].float())
+        if context.k_zero is not None:
+            logits.add_(q_sum * context.k_zero[block].float())
         if q_mean is not None:
             logits.add_(q_mean * (k_scale > 0))
         logits.mul_(scale)
         lse = torch.logsumexp(logits, dim=-1)
         weights = logits.sub_(lse[..., None]).exp_()
-        zeros = torch.matmul(weights, context.v_zero[block].float())
-        v_codes = unpacked(context.v[block], context.bits).float()
+        zeros = None
+        if context.v_zero is not None:
+            zeros = torch.matmul(weights, context.v_zero[block].float())
+        v_codes = code_values(context.v[block], context.kind)
         out = torch.matmul(weights.mul_(context.v_scale[block].float()), v_codes)
-        parts.append(Attended(out.add_(zeros[..., None]), lse))
+        if zeros is not None:
+            out.add_(zeros[..., None])
+        parts.append(Attended(out, lse))
     return _merge(parts)
 
 

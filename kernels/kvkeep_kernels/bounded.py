@@ -14,7 +14,7 @@ from kvkeep_kernels.layout import (
     LogitBounds,
     QuantizedKV,
 )
-from kvkeep_kernels.quantize import unpacked
+from kvkeep_kernels.quantize import code_values
 
 
 def decode(q: Tensor, group: DecodeGroup, scale: float, bounds: LogitBounds) -> Tensor:
@@ -81,9 +81,11 @@ def _head(context: ContextRows, head: int) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(context, QuantizedKV):
         return k.float(), v.float(), positions
     scale = context.k_scale[run, None].float()
-    keys = unpacked(k, context.bits).float() * scale.abs()
-    keys += context.k_zero[run, None].float()
+    keys = code_values(k, context.kind) * scale.abs()
+    values = code_values(v, context.kind) * context.v_scale[run, None].float()
+    if context.k_zero is not None and context.v_zero is not None:
+        keys += context.k_zero[run, None].float()
+        values += context.v_zero[run, None].float()
     if context.k_mean is not None:
         keys += (scale > 0) * context.k_mean[head].float()
-    values = unpacked(v, context.bits).float() * context.v_scale[run, None].float()
-    return keys, values + context.v_zero[run, None].float(), positions
+    return keys, values, positions

@@ -16,6 +16,9 @@ from torch import Tensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+CodeKind = Literal["int8", "int4", "fp8"]
+"""What the numbers of a quantised row are: integers of 8 or 4 bits, or floats of 8 (e4m3)."""
+
 
 class KernelError(Exception):
     """Something a kernel was given cannot be computed on."""
@@ -145,21 +148,22 @@ class RaggedKV:
 class QuantizedKV:
     """As ``RaggedKV``, with 8 or 4 bits a number: ``zero + scale * code``, by row.
 
-    Shapes: k, v uint8 [rows, head_dim * bits / 8], contiguous; k_scale, k_zero, v_scale, v_zero
-    [rows] float16; start, length as there. With 4 bits, byte j of a row holds channel 2 j in
+    Shapes: k, v uint8 [rows, head_dim], of int4 [rows, head_dim / 2], contiguous; k_scale, k_zero,
+    v_scale, v_zero [rows] float16; start, length as there. Of fp8 a code is a float, whose sign
+    needs no zero: k_zero and v_zero are None. Of int4, byte j of a row holds channel 2 j in
     its low half and channel 2 j + 1 in its high half, and k_mean [num_kv_heads, head_dim]
     float16 is to be added to rows of K, but for those of a negative scale, whose size counts;
-    with 8 there is none, and no scale is negative.
+    of others there is none, and no scale is negative.
     ``dtype`` is what its queries and tails are in: the dtype that was quantised.
     """
 
-    bits: Literal[4, 8]
+    kind: CodeKind
     k: Tensor
     v: Tensor
     k_scale: Tensor
-    k_zero: Tensor
+    k_zero: Tensor | None
     v_scale: Tensor
-    v_zero: Tensor
+    v_zero: Tensor | None
     k_mean: Tensor | None
     start: Tensor
     length: Tensor
@@ -175,13 +179,11 @@ class QuantizedKV:
             if part.dtype != torch.uint8 or part.shape != (rows, width) or not part.is_contiguous():
                 expected = f"contiguous uint8 {(rows, width)}"
                 raise ShapeError(f"context.{name}", (part.dtype, tuple(part.shape)), expected)
-        for name in ("k_scale", "k_zero", "v_scale", "v_zero"):
+        for name in ("k_scale", "v_scale"):
             _check_half(f"context.{name}", getattr(self, name), (rows,))
-        if (self.k_mean is None) != (self.bits == 8):
-            found = f"{'none' if self.k_mean is None else 'one'} with {self.bits}"
-            raise ShapeError("context.k_mean", found, "one with 4 bits, none with 8")
-        if self.k_mean is not None:
-            _check_half("context.k_mean", self.k_mean, (self.num_kv_heads, self.head_dim))
+        for name in ("k_zero", "v_zero"):
+            self._check_optional(name, self.kind != "fp8", (rows,))
+        self._check_optional("k_mean", self.kind == "int4", (self.num_kv_heads, self.head_dim))
         if self.dtype not in SUPPORTED_DTYPES:
             raise ShapeError("context.dtype", self.dtype, SUPPORTED_DTYPES)
         _check_runs(self.start, self.length, rows)
@@ -195,18 +197,26 @@ class QuantizedKV:
     @property
     def head_dim(self) -> int:
         """Channels of a row."""
-        return self.k.shape[1] * 8 // self.bits
+        return self.k.shape[1] * (2 if self.kind == "int4" else 1)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of K and V held with their scales, whatever ``length`` says."""
-        scales = (self.k_scale, self.k_zero, self.v_scale, self.v_zero)
-        return self.k.nbytes + self.v.nbytes + sum(part.nbytes for part in scales)
+        parts = (self.k, self.v, self.k_scale, self.k_zero, self.v_scale, self.v_zero)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def truncated(self, length: Tensor) -> "QuantizedKV":
         """As ``RaggedKV.truncated``."""
         _check_shorter(length, self.length)
         return replace(self, length=length)
+
+    def _check_optional(self, name: str, is_due: bool, shape: tuple[int, ...]) -> None:
+        part: Tensor | None = getattr(self, name)
+        if (part is not None) != is_due:
+            found = f"{'none' if part is None else 'one'} with {self.kind}"
+            raise ShapeError(f"context.{name}", found, "one" if is_due else "none")
+        if part is not None:
+            _check_half(f"context.{name}", part, shape)
 
 
 ContextRows = RaggedKV | QuantizedKV

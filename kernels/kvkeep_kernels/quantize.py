@@ -1,7 +1,9 @@
-"""Rows of 8 or 4 bits a number: one scale and one zero per row and head, for K and for V.
+"""Rows of 8 or 4 bits a number: one scale per row and head, for K and for V.
 
-A number is ``zero + scale * code``. Zero is rounded down to float16 and scale up, before the
-codes are chosen, so that they reach every number of the row, to half a scale.
+Integers have a zero beside it: a number is ``zero + scale * code``. Zero is rounded down to
+float16 and scale up, before the codes are chosen, so that they reach every number of the row, to
+half a scale. fp8 (float8 e4m3 without infinities) is symmetric: the largest number of a row is
+448 scales, and every other comes back to a sixteenth of itself, or if tiny to 2 ** -10 scales.
 
 Keys have channels that are large in nearly every row, which leave 4 bits nothing for the others:
 each head's channel means are subtracted first, from the rows that this leaves the smaller scale.
@@ -17,10 +19,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.layout import OutOfRange, QuantizedKV, RaggedKV, ShapeError
+from kvkeep_kernels.layout import CodeKind, OutOfRange, QuantizedKV, RaggedKV, ShapeError
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _SMALLEST_SCALE = 2.0**-24
+_FLOAT8_MAX = 448.0
+# The largest float16 of which 448 are a float16 too: no value overflows that its model could hold.
+_LARGEST_FLOAT8_SCALE = 146.125
+_FLOAT8_TO_FLOAT16 = 2.0**8
 
 
 def channel_mean(k: Tensor) -> Tensor:
@@ -34,27 +40,32 @@ def channel_mean(k: Tensor) -> Tensor:
     return mean.to(torch.float16)
 
 
-def quantize_kv(rows: RaggedKV, bits: Literal[4, 8], k_mean: Tensor | None = None) -> QuantizedKV:
-    """Quantise one layer: ``head_dim * bits / 8 + 4`` bytes for a row of K, and for one of V.
+def quantize_kv(rows: RaggedKV, kind: CodeKind, k_mean: Tensor | None = None) -> QuantizedKV:
+    """Quantise one layer.
 
+    A row of K takes ``head_dim + 4`` bytes in int8, ``head_dim / 2 + 4`` in int4 and
+    ``head_dim + 2`` in fp8, and so does one of V.
     Shapes: rows as ``compact`` returns them, head after head without a gap; k_mean
-        [num_kv_heads, head_dim] float16, with 4 bits and only then.
+        [num_kv_heads, head_dim] float16, with int4 and only then.
     Modifies: nothing; the new buffers alias nothing but k_mean, start and length.
     The host waits for ``length`` and for the check of ranges.
-    Raises: ShapeError, also for an odd head_dim in 4 bits; OutOfRange.
+    Raises: ShapeError, also for an odd head_dim in int4; OutOfRange.
     """
-    if bits == 4 and rows.head_dim % 2:
-        raise ShapeError("head_dim", rows.head_dim, "an even number for 4 bits")
+    if kind == "int4" and rows.head_dim % 2:
+        raise ShapeError("head_dim", rows.head_dim, "an even number for int4")
     if int(rows.length.sum()) != len(rows.k):
         raise ShapeError("length", rows.length.tolist(), f"adding to all {len(rows.k)} rows")
     k = rows.k.float()
-    keys = _quantize("k", k, bits)
-    if k_mean is not None:
-        means = torch.repeat_interleave(k_mean.float(), rows.length, dim=0)
-        keys = _smaller(_quantize("k - k_mean", k - means, bits), keys)
-    values = _quantize("v", rows.v.float(), bits)
+    if kind == "fp8":
+        keys, values = _floats("k", k), _floats("v", rows.v.float())
+    else:
+        bits: Literal[4, 8] = 4 if kind == "int4" else 8
+        keys, values = _integers("k", k, bits), _integers("v", rows.v.float(), bits)
+        if k_mean is not None:
+            means = torch.repeat_interleave(k_mean.float(), rows.length, dim=0)
+            keys = _smaller(_integers("k - k_mean", k - means, bits), keys)
     return QuantizedKV(
-        bits=bits,
+        kind=kind,
         k=keys.codes,
         v=values.codes,
         k_scale=keys.scale,
@@ -69,30 +80,47 @@ def quantize_kv(rows: RaggedKV, bits: Literal[4, 8], k_mean: Tensor | None = Non
     )
 
 
-def unpacked(codes: Tensor, bits: Literal[4, 8]) -> Tensor:
-    """One code a byte again: uint8 [rows, head_dim], each below 2 ** bits."""
-    if bits == 8:
-        return codes
-    # Both halves of a byte at once: they become the two bytes of a little-endian word.
+def code_values(codes: Tensor, kind: CodeKind) -> Tensor:
+    """What packed codes stand for before scale and zero: fp32 [rows, head_dim]."""
+    if kind == "int8":
+        return codes.float()
     words = codes.to(torch.int16)
-    return (words.bitwise_left_shift(4).bitwise_or_(words)).bitwise_and_(0x0F0F).view(torch.uint8)
+    if kind == "int4":
+        # Both halves of a byte at once: they become the two bytes of a little-endian word.
+        words = words.bitwise_left_shift(4).bitwise_or_(words).bitwise_and_(0x0F0F)
+        return words.view(torch.uint8).float()
+    # The sign to the top, exponent and fraction to where float16 has them, whose exponents
+    # count from 8 less. torch's own conversion takes six times as long on a CPU.
+    words = words.bitwise_left_shift_(8).bitwise_right_shift_(1).bitwise_and_(~0x4000)
+    return words.view(torch.float16).float().mul_(_FLOAT8_TO_FLOAT16)
 
 
 class _QuantizedRows(NamedTuple):
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
 
 
-def _quantize(name: str, rows: Tensor, bits: Literal[4, 8]) -> _QuantizedRows:
-    """Quantise [rows, head_dim] fp32."""
+def _floats(name: str, rows: Tensor) -> _QuantizedRows:
+    """Quantise [rows, head_dim] fp32 to fp8."""
+    _check_range(name, rows)
+    largest = rows.abs().amax(dim=1)
+    scale = _rounded_up(largest.div_(_FLOAT8_MAX).clamp_(min=_SMALLEST_SCALE))
+    scale.clamp_(max=_LARGEST_FLOAT8_SCALE)
+    # Beyond its largest number the conversion gives NaN.
+    codes = (rows / scale.float()[:, None]).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
+    return _QuantizedRows(codes.to(torch.float8_e4m3fn).view(torch.uint8), scale, None)
+
+
+def _integers(name: str, rows: Tensor, bits: Literal[4, 8]) -> _QuantizedRows:
+    """Quantise [rows, head_dim] fp32 to unsigned integers."""
     _check_range(name, rows)
     levels = 2**bits - 1
     lowest, highest = torch.aminmax(rows, dim=1)
     zero = _rounded_down(lowest)
     # Never zero, so that whoever divides by it, or looks for lost rows, has no special case.
     scale = (highest - zero.float()).div_(levels).clamp_(min=_SMALLEST_SCALE)
-    scale16 = -_rounded_down(-scale)
+    scale16 = _rounded_up(scale)
     codes = (rows - zero.float()[:, None]).div_(scale16.float()[:, None]).round_()
     codes = codes.clamp_(0, levels).to(torch.uint8)
     if bits == 4:
@@ -102,12 +130,18 @@ def _quantize(name: str, rows: Tensor, bits: Literal[4, 8]) -> _QuantizedRows:
 
 def _smaller(centred: _QuantizedRows, plain: _QuantizedRows) -> _QuantizedRows:
     """Each row in the form of the smaller scale; that of a plain one is negative."""
+    assert centred.zero is not None
+    assert plain.zero is not None
     is_centred = centred.scale <= plain.scale
     return _QuantizedRows(
         torch.where(is_centred[:, None], centred.codes, plain.codes),
         torch.where(is_centred, centred.scale, -plain.scale),
         torch.where(is_centred, centred.zero, plain.zero),
     )
+
+
+def _rounded_up(values: Tensor) -> Tensor:
+    return -_rounded_down(-values)
 
 
 def _rounded_down(values: Tensor) -> Tensor:

@@ -32,11 +32,14 @@ def head_rows(context: ContextRows, head: int) -> tuple[Tensor, Tensor]:
     run = slice(first, first + int(context.length[head]))
     k, v = context.k[run].float(), context.v[run].float()
     if isinstance(context, QuantizedKV):
-        if context.bits == 4:
+        if context.kind == "int4":
             k, v = (torch.stack([x % 16, x // 16], dim=-1).flatten(1) for x in (k, v))
+        elif context.kind == "fp8":
+            k, v = (x[run].view(torch.float8_e4m3fn).float() for x in (context.k, context.v))
         scale = context.k_scale[run, None].float()
-        k = k * scale.abs() + context.k_zero[run, None].float()
-        v = v * context.v_scale[run, None].float() + context.v_zero[run, None].float()
+        k, v = k * scale.abs(), v * context.v_scale[run, None].float()
+        if context.k_zero is not None and context.v_zero is not None:
+            k, v = k + context.k_zero[run, None].float(), v + context.v_zero[run, None].float()
         if context.k_mean is not None:
             k = k + torch.where(scale > 0, context.k_mean[head].float(), 0.0)
     return k, v

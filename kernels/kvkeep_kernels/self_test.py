@@ -6,13 +6,13 @@ A probe takes milliseconds once its kernels are compiled.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvkeep_kernels import reference
 from kvkeep_kernels.layout import (
+    CodeKind,
     ContextRows,
     DecodeBatch,
     DecodeGroup,
@@ -27,7 +27,7 @@ TOLERANCE = 2e-2
 
 _HEADS, _GROUP_SIZE, _HEAD_DIM = 3, 2, 64
 _SCALE = 0.125
-_BITS: tuple[Literal[4, 8], ...] = (8, 4)
+_KINDS: tuple[CodeKind, ...] = ("int8", "int4", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ def run_probes(device: torch.device) -> tuple[ProbeFailure, ...]:
     return tuple(failures)
 
 
-def _probe_decode(device: torch.device, bits: Literal[0, 4, 8] = 0) -> None:
+def _probe_decode(device: torch.device, kind: CodeKind | None = None) -> None:
     from kvkeep_kernels._triton import decode, work_list
 
     values = _Values(device)
     groups = tuple(
-        DecodeGroup(values.context(lengths, bits), tuple(values.tail(tokens) for tokens in tails))
+        DecodeGroup(values.context(lengths, kind), tuple(values.tail(tokens) for tokens in tails))
         for lengths, tails in (((0, 1, 150), (1, 70, 2)), ((33, 0, 5), (3,)))
     )
     batch = DecodeBatch(groups)
@@ -77,20 +77,20 @@ def _probe_decode(device: torch.device, bits: Literal[0, 4, 8] = 0) -> None:
         _compare(out[rows], expected)
 
 
-def _probe_prefill(device: torch.device, bits: Literal[0, 4, 8] = 0) -> None:
+def _probe_prefill(device: torch.device, kind: CodeKind | None = None) -> None:
     from kvkeep_kernels._triton import prefill
 
     values = _Values(device)
-    context, tail = values.context((0, 1, 150), bits), values.tail(12)
+    context, tail = values.context((0, 1, 150), kind), values.tail(12)
     q = values.normal(_HEADS * _GROUP_SIZE, 5, _HEAD_DIM)
     out = prefill.launch(q, context, tail, scale=_SCALE)
     _compare(out, reference.ragged_prefill(q, context, tail, scale=_SCALE))
 
 
 def _probe_quantised(device: torch.device) -> None:
-    for bits in _BITS:
-        _probe_decode(device, bits)
-        _probe_prefill(device, bits)
+    for kind in _KINDS:
+        _probe_decode(device, kind)
+        _probe_prefill(device, kind)
 
 
 def _probe_scoring(device: torch.device) -> None:
@@ -146,15 +146,15 @@ class _Values:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
-    def context(self, lengths: tuple[int, ...], bits: Literal[0, 4, 8] = 0) -> ContextRows:
+    def context(self, lengths: tuple[int, ...], kind: CodeKind | None = None) -> ContextRows:
         length = torch.tensor(lengths, dtype=torch.int32)
         start = (torch.cumsum(length, 0) - length).to(torch.int32)
         k, v = self.normal(2, sum(lengths), _HEAD_DIM)
         rows = RaggedKV(k, v, start.to(self._device), length.to(self._device))
-        if not bits:
+        if kind is None:
             return rows
-        means = self.normal(len(lengths), _HEAD_DIM).half() if bits == 4 else None
-        return quantize_kv(rows, bits, means)
+        means = self.normal(len(lengths), _HEAD_DIM).half() if kind == "int4" else None
+        return quantize_kv(rows, kind, means)
 
     def tail(self, tokens: int) -> DenseKV:
         k, v = self.normal(2, _HEADS, tokens, _HEAD_DIM)

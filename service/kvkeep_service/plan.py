@@ -198,7 +198,7 @@ def _stored_normalization(name: str) -> Normalization:
 
 def _stored_quantization(name: str) -> Quantization:
     match name:
-        case "none" | "int8" | "int4" as known:
+        case "none" | "int8" | "int4" | "fp8" as known:
             return known
         case unknown:
             raise InvalidRequest("compression.quantization", f"{unknown!r} is not known here")

@@ -13,7 +13,7 @@ PolicyName = Literal[
     "kvzip", "kvzip_head", "snapkv", "expected_attention", "streaming", "random", "none"
 ]
 Normalization = Literal["none", "kvzip_plus"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 Scoring = Literal["exact", "local"]
 FinishReason = Literal["stop", "length"]
 CacheSource = Literal["resident", "host", "disk", "store"]
@@ -45,7 +45,7 @@ class CompressionSpec:
     ``tokens``, where given, is kept rows per head on average instead, and ``ratio`` means nothing;
     ``allow_lossy`` says whether that may come to a ratio at which answers suffer.
     ``normalization``: what scores are multiplied by; it and ``scoring`` are KVzip's alone.
-    ``quantization``: how many bits a number of what is kept takes; "none" leaves it as it is.
+    ``quantization``: what the numbers of what is kept become; "none" leaves them as they are.
     """
 
     policy: PolicyName = "kvzip"

@@ -75,17 +75,18 @@ def to_engine(
             k, v = k.view(dtype).to(device), v.view(dtype).to(device)
             layers.append(RaggedKV(k, v, start, length.to(device), placement))
             continue
-        scales, mean = layer.scales, layer.scales.k_mean
+        assert rows.quantization != "none"
+        scales = layer.scales
         layers.append(
             QuantizedKV(
-                bits=8 if rows.quantization == "int8" else 4,
+                kind=rows.quantization,
                 k=k.to(device),
                 v=v.to(device),
                 k_scale=torch.from_numpy(scales.k_scale).to(device),
-                k_zero=torch.from_numpy(scales.k_zero).to(device),
+                k_zero=_given(scales.k_zero, device),
                 v_scale=torch.from_numpy(scales.v_scale).to(device),
-                v_zero=torch.from_numpy(scales.v_zero).to(device),
-                k_mean=None if mean is None else torch.from_numpy(mean).to(device),
+                v_zero=_given(scales.v_zero, device),
+                k_mean=_given(scales.k_mean, device),
                 start=start,
                 length=length.to(device),
                 dtype=_TORCH[rows.dtype],
@@ -96,9 +97,11 @@ def to_engine(
 
 
 def _quantization(layer: ContextRows) -> Quantization:
-    if isinstance(layer, RaggedKV):
-        return "none"
-    return "int8" if layer.bits == 8 else "int4"
+    return "none" if isinstance(layer, RaggedKV) else layer.kind
+
+
+def _given(part: Float16Array | None, device: torch.device) -> Tensor | None:
+    return None if part is None else torch.from_numpy(part).to(device)
 
 
 def _scales(layer: ContextRows) -> LayerScales | None:
@@ -106,9 +109,9 @@ def _scales(layer: ContextRows) -> LayerScales | None:
         return None
     return LayerScales(
         k_scale=_half(layer.k_scale),
-        k_zero=_half(layer.k_zero),
+        k_zero=None if layer.k_zero is None else _half(layer.k_zero),
         v_scale=_half(layer.v_scale),
-        v_zero=_half(layer.v_zero),
+        v_zero=None if layer.v_zero is None else _half(layer.v_zero),
         k_mean=None if layer.k_mean is None else _half(layer.k_mean),
     )
 

@@ -6,7 +6,7 @@ the protected rows come first, in position order, then all others by falling imp
 A *slab* is one band on disk: one valid safetensors file, written by the library.
 
 bf16 has no numpy type, so rows travel as raw bytes (uint8) and are never converted. Those of a
-quantised cache are codes of 8 or 4 bits, with scales beside them.
+quantised cache are codes: integers of 8 or 4 bits, or floats of 8, with scales beside them.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,20 @@ from numpy.typing import NDArray
 from kvkeep_storage.errors import Invalid
 
 CacheDtype = Literal["float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 RowBytes: TypeAlias = NDArray[np.uint8]
 Int32Array: TypeAlias = NDArray[np.int32]
 Float16Array: TypeAlias = NDArray[np.float16]
 
 ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODE_BITS: dict[str, int] = {"int8": 8, "int4": 4}
-SCALE_NAMES = ("k_scale", "k_zero", "v_scale", "v_zero")
+CODE_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
+SCALE_NAMES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "int8": ("k_scale", "k_zero", "v_scale", "v_zero"),
+    "int4": ("k_scale", "k_zero", "v_scale", "v_zero"),
+    "fp8": ("k_scale", "v_scale"),
+}
+"""What has one number for each row, in the order of a slab. Floats need no zero."""
 
 
 def row_bytes(dtype: CacheDtype, quantization: Quantization, head_dim: int) -> int:
@@ -45,20 +51,21 @@ def row_bytes(dtype: CacheDtype, quantization: Quantization, head_dim: int) -> i
 class LayerScales:
     """What makes numbers of one layer's codes; the kernels say how.
 
-    Shapes: k_scale, k_zero, v_scale, v_zero float16 [rows]; k_mean float16 [heads, head_dim],
-    with int4 only, and the same for every band.
+    Shapes: k_scale, k_zero, v_scale, v_zero float16 [rows], the zeros None with fp8; k_mean float16
+    [heads, head_dim], with int4 only, and the same for every band.
     """
 
     k_scale: Float16Array
-    k_zero: Float16Array
+    k_zero: Float16Array | None
     v_scale: Float16Array
-    v_zero: Float16Array
+    v_zero: Float16Array | None
     k_mean: Float16Array | None
 
     @property
-    def of_rows(self) -> tuple[Float16Array, Float16Array, Float16Array, Float16Array]:
+    def of_rows(self) -> tuple[Float16Array, ...]:
         """Those with one number a row, in the order of a slab."""
-        return self.k_scale, self.k_zero, self.v_scale, self.v_zero
+        parts = (self.k_scale, self.k_zero, self.v_scale, self.v_zero)
+        return tuple(part for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +190,9 @@ def _check_scales(rows: CacheRows, index: int, layer: LayerRows, count: int) -> 
         raise Invalid(f"layers.{index:03d}", "scales belong to quantised rows, and only to them")
     if scales is None:
         return
-    for name, part in zip(SCALE_NAMES, scales.of_rows, strict=True):
+    if (scales.k_zero is None, scales.v_zero is None) != (rows.quantization == "fp8",) * 2:
+        raise Invalid(f"layers.{index:03d}", "zeros belong to integers, and only to them")
+    for name, part in zip(SCALE_NAMES[rows.quantization], scales.of_rows, strict=True):
         _check_half(f"layers.{index:03d}.{name}", part, (count,))
     if (scales.k_mean is None) != (rows.quantization != "int4"):
         raise Invalid(f"layers.{index:03d}.k_mean", "belongs to int4 rows, and only to them")

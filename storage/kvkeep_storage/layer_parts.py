@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep_storage.artifact import (
+    SCALE_NAMES,
     Float16Array,
     Int32Array,
     LayerRows,
@@ -62,8 +63,7 @@ def empty_layers(
     layer_sizes = []
     for rows in counts.sum(axis=(0, 2)).tolist():
         sizes = [rows * row_bytes, rows * row_bytes, rows * 4]
-        if quantization != "none":
-            sizes += [rows * _HALF_BYTES] * 4 + [mean_bytes]
+        sizes += [rows * _HALF_BYTES] * len(SCALE_NAMES[quantization]) + [mean_bytes]
         layer_sizes.append(sizes)
     room_bytes = sum(_aligned(size) for sizes in layer_sizes for size in sizes)
     room = np.empty(room_bytes + _ALIGNMENT, np.uint8)
@@ -75,15 +75,24 @@ def empty_layers(
             parts.append(room[start : start + size_bytes])
             start += _aligned(size_bytes)
         k, v = (part.reshape(-1, row_bytes) for part in parts[:2])
-        scales = _scales(parts[3:], counts.shape[2]) if quantization != "none" else None
+        scales = _scales(parts[3:], counts.shape[2], quantization)
         layers.append(LayerRows(k, v, parts[2].view(np.int32), scales))
     return tuple(layers)
 
 
-def _scales(parts: Sequence[RowBytes], heads: int) -> LayerScales:
-    k_scale, k_zero, v_scale, v_zero, mean = (part.view(np.float16) for part in parts)
+def _scales(
+    parts: Sequence[RowBytes], heads: int, quantization: Quantization
+) -> LayerScales | None:
+    if quantization == "none":
+        return None
+    *of_rows, mean = (part.view(np.float16) for part in parts)
+    named = dict(zip(SCALE_NAMES[quantization], of_rows, strict=True))
     return LayerScales(
-        k_scale, k_zero, v_scale, v_zero, mean.reshape(heads, -1) if mean.size else None
+        k_scale=named["k_scale"],
+        k_zero=named.get("k_zero"),
+        v_scale=named["v_scale"],
+        v_zero=named.get("v_zero"),
+        k_mean=mean.reshape(heads, -1) if mean.size else None,
     )
 
 

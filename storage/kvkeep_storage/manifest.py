@@ -32,9 +32,11 @@ from kvkeep_storage.errors import Corrupt, Incompatible, Invalid
 from kvkeep_storage.fingerprint import Fingerprint
 from kvkeep_storage.slab import SlabDigests
 
-SCHEMA_VERSION = 2
-"""The newest that is known. 1 has no quantised rows, and stays what others are written as: so
-they can be read by whoever could read them before."""
+SCHEMA_VERSIONS: dict[Quantization, int] = {"none": 1, "int8": 2, "int4": 2, "fp8": 3}
+"""What a cache is written as: the first that knew its kind of rows. So whoever could read it
+before still can, and whoever cannot says that it is incompatible."""
+SCHEMA_VERSION = max(SCHEMA_VERSIONS.values())
+"""The newest that is known."""
 
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -129,7 +131,7 @@ class Manifest(BaseModel):
             raise Invalid("slabs", f"{self.num_layers} layer digests expected in each")
         _check_identity(self)
         row_bytes(self.dtype, self.quantization, self.head_dim)
-        if self.schema_version != _schema_version(self.quantization):
+        if self.schema_version != SCHEMA_VERSIONS[self.quantization]:
             raise Invalid("schema_version", f"not the one of {self.quantization!r} rows")
         return self
 
@@ -151,7 +153,7 @@ class Manifest(BaseModel):
                 name = f"layers.{index:03d}.position"
                 raise Invalid(name, f"must be below tokens_total={facts.tokens_total}")
         content: dict[str, object] = {
-            "schema_version": _schema_version(rows.quantization),
+            "schema_version": SCHEMA_VERSIONS[rows.quantization],
             "fingerprint": facts.fingerprint,
             "tokens_total": facts.tokens_total,
             "tokens_protected": facts.tokens_protected,
@@ -242,14 +244,10 @@ def sha256_hex(content: bytes) -> str:
 
 def _quantization(fingerprint: Fingerprint) -> Quantization:
     match fingerprint.quantization:
-        case "none" | "int8" | "int4" as known:
+        case "none" | "int8" | "int4" | "fp8" as known:
             return known
         case unknown:
             raise Invalid("quantization", f"{unknown!r} is not known")
-
-
-def _schema_version(quantization: Quantization) -> int:
-    return 1 if quantization == "none" else SCHEMA_VERSION
 
 
 class _SchemaOnly(BaseModel):

@@ -36,6 +36,7 @@ SLAB_FORMAT = {"format": "kvkeep-slab-1"}
 _WORDS_AT_ONCE = 128 * 1024
 # The bits of an exponent: a number is infinite or NaN exactly when all of them are set.
 _EXPONENT_BITS: dict[str, int] = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
+_FLOAT8_NAN = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,8 @@ def tensor_names(layer: int, quantization: Quantization = "none", band: int = 0)
     Channel means, which are the same for all bands, lie in the first. Names are
     zero-padded, because safetensors orders by dtype, then name: layers lie in order.
     """
-    scales = () if quantization == "none" else SCALE_NAMES
     means = ("k_mean",) if quantization == "int4" and band == 0 else ()
-    parts = ("count", "position", "k", "v", *scales, *means)
+    parts = ("count", "position", "k", "v", *SCALE_NAMES[quantization], *means)
     return tuple(f"layers.{layer:03d}.{part}" for part in parts)
 
 
@@ -164,7 +164,10 @@ def _serialize(tensors: dict[str, _Part], rows: CacheRows) -> bytes:
 
 def _check_finite(part: _Part, rows: CacheRows, name: str) -> None:
     if rows.quantization != "none" and part.dtype == np.uint8:
-        # Every code is a number once its scale is.
+        # Every integer is a number once its scale is; e4m3 has a NaN of either sign.
+        codes = part.view(np.uint8)
+        if rows.quantization == "fp8" and (codes & _FLOAT8_NAN == _FLOAT8_NAN).any():
+            raise Invalid(name, "holds a NaN")
         return
     dtype: CacheDtype = "float16" if part.dtype == np.float16 else rows.dtype
     bits = _EXPONENT_BITS[dtype]

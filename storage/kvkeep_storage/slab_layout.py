@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvkeep_storage.artifact import (
     ITEM_BYTES,
+    SCALE_NAMES,
     CacheDtype,
     Int32Array,
     Quantization,
@@ -59,7 +60,7 @@ def read_layout(
             shapes += [(_DTYPE_NAMES[dtype], (rows, head_dim))] * 2
         else:
             shapes += [("U8", (rows, row_bytes(dtype, quantization, head_dim)))] * 2
-            shapes += [("F16", (rows,))] * 4
+            shapes += [("F16", (rows,))] * len(SCALE_NAMES[quantization])
         if len(names) > len(shapes):
             shapes.append(("F16", (len(heads), head_dim)))
         found_here = [

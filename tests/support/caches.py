@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvkeep_storage.artifact import (
+    SCALE_NAMES,
     CacheDtype,
     CacheRows,
     Int32Array,
@@ -109,7 +110,8 @@ def prefix_of(rows: CacheRows, bands: int) -> CacheRows:
             run_start += int(rows.counts[:, index, head].sum())
         scales = layer.scales
         if scales is not None:
-            scales = LayerScales(*(part[kept] for part in scales.of_rows), scales.k_mean)
+            of_rows = {name: getattr(scales, name) for name in SCALE_NAMES[rows.quantization]}
+            scales = replace(scales, **{name: part[kept] for name, part in of_rows.items()})
         layers.append(LayerRows(layer.k[kept], layer.v[kept], layer.position[kept], scales))
     return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=tuple(layers))
 
@@ -152,9 +154,15 @@ def _random_layer(
     if quantization != "none":
         width = row_bytes(dtype, quantization, head_dim)
         k, v = rng.integers(0, 256, (2, rows, width), dtype=np.uint8)
-        halves = rng.standard_normal((4, rows)).astype(np.float16)
+        k_scale, k_zero, v_scale, v_zero = rng.standard_normal((4, rows)).astype(np.float16)
         mean = rng.standard_normal((len(length), head_dim)).astype(np.float16)
-        scales = LayerScales(*halves, mean if quantization == "int4" else None)
+        scales = LayerScales(k_scale, k_zero, v_scale, v_zero, mean)
+        if quantization != "int4":
+            scales = replace(scales, k_mean=None)
+        if quantization == "fp8":
+            scales = replace(scales, k_zero=None, v_zero=None)
+            for codes in (k, v):
+                codes[codes & 0x7F == 0x7F] ^= 1
         return LayerRows(k, v, np.concatenate(position).astype(np.int32), scales)
     return LayerRows(
         _random_numbers(rng, (rows, head_dim), dtype),

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from kvkeep_kernels._triton import compaction, decode, prefill, scoring, softmax, work_list
-from kvkeep_kernels.layout import UNBOUNDED, LogitBounds
+from kvkeep_kernels.layout import UNBOUNDED, CodeKind, LogitBounds
 
 from .triton_aot import DTYPE_NAMES, MachineCode, compile_for
 
@@ -20,7 +20,12 @@ HEADS, GROUP = 8, 4
 Reduction = Literal["max", "plus", "logsum"]
 
 _PARTS = {"part_out": "*fp32", "part_peak": "*fp32", "part_mass": "*fp32"}
-_HALVES = ("k_scale", "k_zero", "v_scale", "v_zero", "k_mean")
+_HALVES: dict[CodeKind | None, tuple[str, ...]] = {
+    None: (),
+    "fp8": ("k_scale", "v_scale"),
+    "int8": ("k_scale", "k_zero", "v_scale", "v_zero"),
+    "int4": ("k_scale", "k_zero", "v_scale", "v_zero", "k_mean"),
+}
 _COLUMN_STRIDES = ("q_head_stride", "q_row_stride", "k_head_stride", "k_row_stride")
 _ROW_STRIDES = tuple(
     f"{name}_{axis}_stride"
@@ -40,11 +45,11 @@ def attend_items(
     head_dim: int,
     *,
     rows: int | None = None,
-    bits: int = 0,
+    kind: CodeKind | None = None,
     bounds: LogitBounds = UNBOUNDED,
 ) -> MachineCode:
     """Decode. ``rows`` of a tile: the most there can be, unless fewer are named."""
-    shape = softmax.tile_shape(head_dim, dtype, bits)
+    shape = softmax.tile_shape(head_dim, dtype, kind)
     numbers = {"num_tiles": "i32", "num_slots": "i32", "scale_log2": "fp32"}
     tables, absent = _given(bounds.window, sequences="*i64", places="*i64")
     return compile_for(
@@ -62,7 +67,7 @@ def attend_items(
             **absent,
             **_decode_sizes(head_dim, rows or shape.block_m_max),
             "BLOCK_N": shape.block_n,
-            "BITS": bits,
+            "KIND": kind,
             **_bounds(bounds),
         },
         num_warps=shape.num_warps,
@@ -99,21 +104,21 @@ def attend_shares(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    bits: int = 0,
+    kind: CodeKind | None = None,
     bounds: LogitBounds = UNBOUNDED,
 ) -> MachineCode:
     """A question's new tokens."""
-    shape = softmax.tile_shape(head_dim, dtype, bits)
+    shape = softmax.tile_shape(head_dim, dtype, kind)
     pointer = f"*{DTYPE_NAMES[dtype]}"
-    num_halves = {0: 0, 8: 4, 4: 5}[bits]
+    halves = _HALVES[kind]
     placed, absent = _given(bounds.window, positions="*i32", end="i32")
     return compile_for(
         target,
         prefill.attend_shares,
         {
             **dict.fromkeys(("q", "tail_k", "tail_v"), pointer),
-            **dict.fromkeys(("context_k", "context_v"), "*u8" if bits else pointer),
-            **dict.fromkeys(_HALVES[:num_halves], "*fp16"),
+            **dict.fromkeys(("context_k", "context_v"), "*u8" if kind else pointer),
+            **dict.fromkeys(halves, "*fp16"),
             "start": "*i32",
             "length": "*i32",
             **_PARTS,
@@ -124,13 +129,13 @@ def attend_shares(
             **placed,
         },
         {
-            **dict.fromkeys(_HALVES[num_halves:]),
+            **dict.fromkeys(name for name in _HALVES["int4"] if name not in halves),
             **absent,
             "GROUP": GROUP,
             **_widths(head_dim),
             "BLOCK_M": shape.block_m_max,
             "BLOCK_N": shape.block_n,
-            "BITS": bits,
+            "KIND": kind,
             **_bounds(bounds),
         },
         divisible=_SHARE_STRIDES,

@@ -13,6 +13,7 @@ import torch
 
 from kvkeep_kernels._triton.softmax import tile_shape
 from kvkeep_kernels._triton.work_list import ITEMS_PER_PROCESSOR
+from kvkeep_kernels.layout import CodeKind
 
 from . import kernel_builds as builds
 from .triton_aot import TARGETS, MachineCode
@@ -23,6 +24,7 @@ Build = Callable[[str], MachineCode]
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
+_KINDS: tuple[CodeKind, ...] = ("int8", "fp8", "int4")
 
 CONFIGURATIONS: dict[tuple[str, str], Build] = {
     ("attend_items", "bf16"): partial(builds.attend_items, dtype=_BF16, head_dim=128),
@@ -31,14 +33,20 @@ CONFIGURATIONS: dict[tuple[str, str], Build] = {
     ),
     ("attend_items", "bf16, width 64"): partial(builds.attend_items, dtype=_BF16, head_dim=64),
     ("attend_items", "bf16, width 256"): partial(builds.attend_items, dtype=_BF16, head_dim=256),
-    ("attend_items", "int8"): partial(builds.attend_items, dtype=_BF16, head_dim=128, bits=8),
-    ("attend_items", "int4"): partial(builds.attend_items, dtype=_BF16, head_dim=128, bits=4),
+    ("attend_items", "int8"): partial(builds.attend_items, dtype=_BF16, head_dim=128, kind="int8"),
+    ("attend_items", "fp8"): partial(builds.attend_items, dtype=_BF16, head_dim=128, kind="fp8"),
+    ("attend_items", "int4"): partial(builds.attend_items, dtype=_BF16, head_dim=128, kind="int4"),
     ("attend_items", "fp32"): partial(builds.attend_items, dtype=_FP32, head_dim=128),
     ("plan_items", ""): builds.plan_items,
     ("merge_items", ""): partial(builds.merge_items, head_dim=128),
     ("attend_shares", "bf16"): partial(builds.attend_shares, dtype=_BF16, head_dim=128),
-    ("attend_shares", "int8"): partial(builds.attend_shares, dtype=_BF16, head_dim=128, bits=8),
-    ("attend_shares", "int4"): partial(builds.attend_shares, dtype=_BF16, head_dim=128, bits=4),
+    ("attend_shares", "int8"): partial(
+        builds.attend_shares, dtype=_BF16, head_dim=128, kind="int8"
+    ),
+    ("attend_shares", "fp8"): partial(builds.attend_shares, dtype=_BF16, head_dim=128, kind="fp8"),
+    ("attend_shares", "int4"): partial(
+        builds.attend_shares, dtype=_BF16, head_dim=128, kind="int4"
+    ),
     ("attend_shares", "fp32"): partial(builds.attend_shares, dtype=_FP32, head_dim=128),
     ("merge_shares", ""): partial(builds.merge_shares, head_dim=128),
     ("row_lse_kernel", "bf16"): partial(builds.row_lse, dtype=_BF16, head_dim=128),
@@ -83,9 +91,11 @@ def predictions() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     for tokens in (8192, 32768, 131072):
         for ratio in (1.0, 0.5, 0.3, 0.1):
-            for bits, members in ((16, 1), (16, 16), (8, 1), (4, 1)):
-                if bits == 16 or ratio == 0.3:
-                    yield _decode_line(tokens, ratio, bits, members)
+            for members in (1, 16):
+                yield _decode_line(tokens, ratio, None, members)
+            if ratio == 0.3:
+                for kind in _KINDS:
+                    yield _decode_line(tokens, ratio, kind, 1)
     yield ""
     yield "### A question of 32 tokens"
     yield ""
@@ -102,30 +112,30 @@ def predictions() -> Iterator[str]:
     yield from _score_lines(64, 1024)
     for tokens in (8192, 32768, 131072):
         rows = round(0.3 * tokens) * _HEADS
-        floor = rows * (2 * _row_bytes(16) + 8)
+        floor = rows * (2 * _row_bytes(None) + 8)
         yield f"| gather, {tokens} tokens at 0.3 | {_limits(floor, floor, 0, is_short=True)} |"
 
 
-def _row_bytes(bits: int) -> int:
-    """K and V of one row of one head."""
-    return 2 * _WIDTH * 2 if bits == 16 else 2 * (_WIDTH * bits // 8 + 4)
+def _row_bytes(kind: CodeKind | None) -> int:
+    """K and V of one row of one head, numbers of bf16 where they are no codes."""
+    each = {None: 2 * _WIDTH, "int8": _WIDTH + 4, "fp8": _WIDTH + 2, "int4": _WIDTH // 2 + 4}
+    return 2 * each[kind]
 
 
-def _decode_line(tokens: int, ratio: float, bits: int, members: int) -> str:
+def _decode_line(tokens: int, ratio: float, kind: CodeKind | None, members: int) -> str:
     length = round(ratio * tokens)
     rows = length * _HEADS
-    ends = members * _HEADS * (_TAIL * _row_bytes(16) + 2 * _GROUP * _WIDTH * 2)
-    floor = rows * _row_bytes(bits) + ends
-    states = _items(length, bits, members) * (_WIDTH + 2) * 4
+    ends = members * _HEADS * (_TAIL * _row_bytes(None) + 2 * _GROUP * _WIDTH * 2)
+    floor = rows * _row_bytes(kind) + ends
+    states = _items(length, kind, members) * (_WIDTH + 2) * 4
     flops = 4 * _GROUP * members * _WIDTH * (rows + _HEADS * _TAIL)
-    kind = {16: "bf16", 8: "int8", 4: "int4"}[bits]
     limits = _limits(floor, floor + 2 * states, flops)
-    return f"| {tokens} | {ratio} | {kind} | {members} | {limits} |"
+    return f"| {tokens} | {ratio} | {kind or 'bf16'} | {members} | {limits} |"
 
 
-def _items(length: int, bits: int, members: int) -> int:
+def _items(length: int, kind: CodeKind | None, members: int) -> int:
     """Query rows whose state is written, as ``plan_items`` cuts heads of equal length."""
-    block = tile_shape(_WIDTH, _BF16, 0 if bits == 16 else bits).block_n
+    block = tile_shape(_WIDTH, _BF16, kind).block_n
     tiles = math.ceil(members * _GROUP / tile_shape(_WIDTH, _BF16).block_m_max)
     runs = (tiles + members) * _HEADS
     slots = max(ITEMS_PER_PROCESSOR * _PROCESSORS, 2 * runs)
@@ -142,7 +152,7 @@ def _question_line(tokens: int, ratio: float, new: int) -> str:
     tiles = math.ceil(new * _GROUP / block_m)
     shares = max(1, min(math.ceil(length / block_n), 2 * _PROCESSORS // (tiles * _HEADS)))
     queries = new * _GROUP * _HEADS
-    floor = (rows + new * _HEADS) * _row_bytes(16) + 2 * queries * _WIDTH * 2
+    floor = (rows + new * _HEADS) * _row_bytes(None) + 2 * queries * _WIDTH * 2
     states = shares * queries * (_WIDTH + 2) * 4
     flops = 4 * queries * _WIDTH * (length + new / 2)
     return f"| {tokens} | {ratio} | {_limits(floor, floor + 2 * states, flops)} |"

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from kvkeep_kernels.layout import ContextRows, DenseKV, Placement, RaggedKV
+from kvkeep_kernels.layout import CodeKind, ContextRows, DenseKV, Placement, RaggedKV
 from kvkeep_kernels.quantize import quantize_kv
+
+KINDS: tuple[CodeKind, ...] = ("int8", "int4", "fp8")
 
 
 def ragged(
@@ -19,20 +21,20 @@ def ragged(
     return RaggedKV(k, v, start, length)
 
 
-def quantized(rows: RaggedKV, bits: int) -> ContextRows:
-    """The rows in ``bits`` a number, or as they are with 0.
+def quantized(rows: RaggedKV, kind: CodeKind | None) -> ContextRows:
+    """The rows in codes of a kind, or as they are with None.
 
-    With 4 every other row of K is shifted by channel means, so that some rows lose them and
+    Of int4 every other row of K is shifted by channel means, so that some rows lose them and
     some do not.
     """
-    if bits == 0:
+    if kind is None:
         return rows
-    if bits == 8:
-        return quantize_kv(rows, 8)
+    if kind != "int4":
+        return quantize_kv(rows, kind)
     means = torch.randn(rows.num_kv_heads, rows.head_dim).mul(3).half()
     shift = torch.repeat_interleave(means.float(), rows.length, dim=0)
     shift[1::2] = 0
-    return quantize_kv(replace(rows, k=rows.k + shift.to(rows.k.dtype)), 4, means)
+    return quantize_kv(replace(rows, k=rows.k + shift.to(rows.k.dtype)), "int4", means)
 
 
 def placed(rows: RaggedKV, tokens: int) -> RaggedKV:

@@ -31,7 +31,7 @@ class CreateOptions(TypedDict, total=False):
     ``policy`` picks what stays. ``ratio`` is the fraction of the KV cache to keep; below 0.15 only
     with ``allow_lossy``. ``tokens`` is, instead, how many tokens each head keeps on average.
     ``normalization`` is what scores are multiplied by.
-    ``quantization`` is how many bits a number of what is kept takes, "none" as many as before.
+    ``quantization`` is what numbers that are kept become: 8 bits, 4, or "none" what they were.
     ``protect`` has half-open character spans of the document that are never evicted.
     ``expires_after`` None means never; left out, the server's default holds.
     """
@@ -46,7 +46,7 @@ class CreateOptions(TypedDict, total=False):
     policy: Policy
     scoring: Literal["auto", "exact", "local"]
     allow_lossy: bool
-    quantization: Literal["none", "int8", "int4"]
+    quantization: Literal["none", "int8", "int4", "fp8"]
     normalization: Literal["none", "kvzip_plus"]
     expires_after: ExpiresAfter | None
 

@@ -73,11 +73,12 @@ class Scoring(StrEnum):
 
 
 class Quantization(StrEnum):
-    """Bits of a number of what is kept."""
+    """What numbers that are kept become."""
 
     NONE = "none"
     INT8 = "int8"
     INT4 = "int4"
+    FP8 = "fp8"
 
 
 @app.command()
@@ -97,7 +98,7 @@ def put(
     scoring: Annotated[Scoring, typer.Option(help="How to score.")] = Scoring.AUTO,
     quantization: Annotated[
         Quantization,
-        typer.Option(help="Bits of a number of what is kept; none: all."),
+        typer.Option(help="What kept numbers become: 8 bits (int8, fp8), 4, or what they were."),
     ] = Quantization.NONE,
     system: Annotated[
         str | None, typer.Option(help="A system text, kept before the document.")

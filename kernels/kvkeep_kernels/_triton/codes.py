@@ -3,9 +3,11 @@
 # Kernel arguments are traced values, typed by Triton at each launch.
 """One tile of query rows over one run of quantised rows: ``softmax.fold_run`` for codes.
 
-Codes of 8 and 4 bits are exact in every float type, so keys are multiplied as codes, and scale
-and zero meet the fp32 product. Values become numbers first: their scales would have to meet the
-weights, which fp16 has not the range for.
+Codes of 8 and 4 bits, floats included, are exact in every float type, so keys are multiplied as
+codes, and scale and zero meet the fp32 product. Floats are made of bits here, by the same
+instructions everywhere: not every target has such a type, and that of gfx942 is another one.
+Values become numbers first: their scales would have to meet the weights, which fp16 has not the
+range for.
 """
 
 import triton
@@ -30,7 +32,7 @@ def fold_codes(
     scale_log2,
     window,
     mean,
-    BITS: tl.constexpr,
+    KIND: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -39,19 +41,22 @@ def fold_codes(
     """Fold rows 0 to ``rows`` into the state of every row of the tile.
 
     Shapes: q_rows, acc [BLOCK_M, BLOCK_D]; peak, mass [BLOCK_M]; k, v point at row 0 of packed
-    rows, the others at the float16 of row 0. ``window`` and SOFT_CAP as in ``fold_run``.
+    rows, the others at the float16 of row 0; zeros are None with fp8. ``window`` and SOFT_CAP as in
+    ``fold_run``.
     ``mean`` is what ``mean_products`` gives, None where rows have no channel means.
     """
     q_sum = tl.sum(q_rows.to(tl.float32), axis=1)
     for first in range(0, rows, BLOCK_N):
         row = first + tl.arange(0, BLOCK_N)
         is_row = row < rows
-        keys = _codes(k, row, is_row, BITS, HEAD_DIM, BLOCK_D).to(q_rows.dtype)
+        keys = _codes(k, row, is_row, KIND, HEAD_DIM, BLOCK_D).to(q_rows.dtype)
         scales = tl.load(k_scale + row, mask=is_row, other=0.0).to(tl.float32)
-        zeros = tl.load(k_zero + row, mask=is_row, other=0.0).to(tl.float32)
         # Not TF32 for fp32 inputs: three decimal digits are no fp32 result.
         products = tl.dot(q_rows, tl.trans(keys), input_precision="ieee")
-        products = products * tl.abs(scales)[None, :] + q_sum[:, None] * zeros[None, :]
+        products = products * tl.abs(scales)[None, :]
+        if k_zero is not None:
+            zeros = tl.load(k_zero + row, mask=is_row, other=0.0).to(tl.float32)
+            products += q_sum[:, None] * zeros[None, :]
         if mean is not None:
             # A negative scale is that of a row without channel means.
             products += tl.where(scales[None, :] > 0.0, mean[:, None], 0.0)
@@ -63,10 +68,13 @@ def fold_codes(
         new_peak = tl.maximum(peak, tl.max(logits, axis=1))
         weights = tl.exp2(logits - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
-        codes = _codes(v, row, is_row, BITS, HEAD_DIM, BLOCK_D)
+        codes = _codes(v, row, is_row, KIND, HEAD_DIM, BLOCK_D)
         scales = tl.load(v_scale + row, mask=is_row, other=0.0).to(tl.float32)
-        zeros = tl.load(v_zero + row, mask=is_row, other=0.0).to(tl.float32)
-        values = (codes * scales[:, None] + zeros[:, None]).to(q_rows.dtype)
+        numbers = codes * scales[:, None]
+        if v_zero is not None:
+            zeros = tl.load(v_zero + row, mask=is_row, other=0.0).to(tl.float32)
+            numbers += zeros[:, None]
+        values = numbers.to(q_rows.dtype)
         mass = mass * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
@@ -83,15 +91,20 @@ def mean_products(q_rows, k_mean, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def _codes(rows, row, is_row, BITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _codes(rows, row, is_row, KIND: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Codes of packed rows as fp32 [BLOCK_N, BLOCK_D]; columns from HEAD_DIM on are 0."""
-    width: tl.constexpr = HEAD_DIM * BITS // 8
-    byte = tl.arange(0, BLOCK_D * BITS // 8)
+    codes_each: tl.constexpr = 2 if KIND == "int4" else 1
+    width: tl.constexpr = HEAD_DIM // codes_each
+    byte = tl.arange(0, BLOCK_D // codes_each)
     packed = tl.load(
         rows + row.to(tl.int64)[:, None] * width + byte[None, :],
         mask=is_row[:, None] & (byte < width)[None, :],
         other=0,
     )
-    if BITS == 4:
+    if KIND == "int4":
         packed = tl.interleave(packed & 0xF, packed >> 4)
+    if KIND == "fp8":
+        # As in ``quantize.code_values``.
+        half = ((packed.to(tl.int16) << 8) >> 1) & ~0x4000
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return packed.to(tl.float32)

@@ -46,7 +46,7 @@ def launch(
     """
     q = addressable(q.contiguous())
     num_sequences, num_q_heads, head_dim = q.shape
-    shape = tile_shape(head_dim, q.dtype, tables.bits)
+    shape = tile_shape(head_dim, q.dtype, tables.kind)
     sizes = {
         "HEADS": tables.num_kv_heads,
         "GROUP": num_q_heads // tables.num_kv_heads,
@@ -67,7 +67,7 @@ def launch(
             *(len(tables.tiles), work.num_slots, scale * LOG2_E),
             *((tables.sequences, tables.places) if bounds.window else (None, None)),
             **sizes,
-            BITS=tables.bits,
+            KIND=tables.kind,
             WINDOW=bounds.window or 0,
             SOFT_CAP=bounds.soft_cap or 0.0,
             BLOCK_N=shape.block_n,
@@ -104,16 +104,16 @@ def attend_items(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BITS: tl.constexpr,
+    KIND: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
     """One program attends all query rows of one item to its keys, and stores their state.
 
     Shapes: q [num_sequences, HEADS * GROUP, HEAD_DIM]; tiles, scales as in ``DecodeTables``, read
-    with 4 or 8 BITS only; sequences, places likewise, read with a WINDOW of tokens only (0: all are
-    seen); part_out [num_slots, BLOCK_M, HEAD_DIM], part_peak, part_mass [num_slots, BLOCK_M] fp32,
-    written for items with work, valid rows only.
+    with a KIND of codes only; sequences, places likewise, read with a WINDOW of tokens only (0: all
+    are seen); part_out [num_slots, BLOCK_M, HEAD_DIM], part_peak, part_mass [num_slots, BLOCK_M]
+    fp32, written for items with work, valid rows only.
     """
     item = tl.program_id(0).to(tl.int64)
     rows = tl.load(items + 2 * num_slots + item)
@@ -140,7 +140,7 @@ def attend_items(
         first_seen = tl.load(tail_at, mask=is_row, other=0) - WINDOW
         window = _window(tiles, places, run, first_row, first_seen, run < num_tiles * HEADS, HEADS)
     # Not "and": this decides what is compiled, and the next what is run.
-    if BITS != 0:  # noqa: SIM102
+    if KIND is not None:  # noqa: SIM102
         if run < num_tiles * HEADS:
             peak, mass, acc = _fold_quantized(
                 q_rows,
@@ -156,7 +156,7 @@ def attend_items(
                 scale_log2,
                 window,
                 HEADS=HEADS,
-                BITS=BITS,
+                KIND=KIND,
                 SOFT_CAP=SOFT_CAP,
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_D=BLOCK_D,
@@ -223,7 +223,7 @@ def _fold_quantized(
     scale_log2,
     window,
     HEADS: tl.constexpr,
-    BITS: tl.constexpr,
+    KIND: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -233,13 +233,18 @@ def _fold_quantized(
     head = run % HEADS
     starts = tl.load(tiles + tile * TILE_COLUMNS + 4).to(tl.pointer_type(tl.int32))
     at = tl.load(starts + head) + first_row
-    width: tl.constexpr = HEAD_DIM * BITS // 8
+    width: tl.constexpr = HEAD_DIM // 2 if KIND == "int4" else HEAD_DIM
     unit: tl.constexpr = 16 if width % 16 == 0 else 1
     codes = tl.pointer_type(tl.uint8)
     half = tl.pointer_type(tl.float16)
     halves = scales + tile * SCALE_COLUMNS
+    k_zero = None
+    v_zero = None
+    if KIND != "fp8":
+        k_zero = tl.load(halves + 1).to(half) + at
+        v_zero = tl.load(halves + 3).to(half) + at
     mean = None
-    if BITS == 4:
+    if KIND == "int4":
         k_mean = tl.load(halves + 4).to(half) + head * HEAD_DIM
         mean = mean_products(q_rows, k_mean, HEAD_DIM, BLOCK_D)
     peak, mass, acc = fold_codes(
@@ -250,14 +255,14 @@ def _fold_quantized(
         tl.multiple_of(tl.load(entry).to(codes), unit) + first_row * width,
         tl.multiple_of(tl.load(entry + 1).to(codes), unit) + first_row * width,
         tl.load(halves).to(half) + at,
-        tl.load(halves + 1).to(half) + at,
+        k_zero,
         tl.load(halves + 2).to(half) + at,
-        tl.load(halves + 3).to(half) + at,
+        v_zero,
         rows,
         scale_log2,
         window,
         mean,
-        BITS=BITS,
+        KIND=KIND,
         SOFT_CAP=SOFT_CAP,
         HEAD_DIM=HEAD_DIM,
         BLOCK_D=BLOCK_D,

@@ -43,8 +43,8 @@ def launch(
     k, v, own_k, own_v = map(addressable, (context.k, context.v, tail.k, tail.v))
     num_q_heads, tokens, head_dim = q.shape
     heads, rows = context.num_kv_heads, num_q_heads * tokens
-    bits = context.bits if isinstance(context, QuantizedKV) else 0
-    shape = tile_shape(head_dim, q.dtype, bits)
+    kind = context.kind if isinstance(context, QuantizedKV) else None
+    shape = tile_shape(head_dim, q.dtype, kind)
     group = num_q_heads // heads
     block_m = min(shape.block_m_max, max(16, triton.next_power_of_2(tokens * group)))
     tiles = triton.cdiv(tokens * group, block_m)
@@ -72,7 +72,7 @@ def launch(
             GROUP=group,
             BLOCK_M=block_m,
             BLOCK_N=shape.block_n,
-            BITS=bits,
+            KIND=kind,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
@@ -125,7 +125,7 @@ def attend_shares(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BITS: tl.constexpr,
+    KIND: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
@@ -133,8 +133,8 @@ def attend_shares(
 
     Shapes: q [heads * GROUP, tokens, HEAD_DIM]; start, length [heads]; part_out [shares,
     heads * GROUP * tokens, HEAD_DIM], part_peak, part_mass [shares, heads * GROUP * tokens] fp32.
-    The last share includes the tail. Strides are in elements. With 4 or 8 BITS the context is
-    quantised: its rows are packed bytes, with the float16 of each row beside them, and with 4 a
+    The last share includes the tail. Strides are in elements. With a KIND of codes the context is
+    quantised: its rows are packed bytes, with the float16 of each row beside them, and of int4 a
     k_mean [heads, HEAD_DIM]. A WINDOW of tokens, 0 for all, reads the positions of the context's
     rows, and the tail's first row is at position ``end``.
     """
@@ -161,7 +161,7 @@ def attend_shares(
     window = None
     if WINDOW != 0:
         window = (positions + at, True, -end, seen - WINDOW)
-    if BITS == 0:
+    if KIND is None:
         peak, mass, acc = fold_run(
             q_rows,
             peak,
@@ -182,8 +182,13 @@ def attend_shares(
             BLOCK_N=BLOCK_N,
         )
     else:
+        k_zeros = None
+        v_zeros = None
+        if KIND != "fp8":
+            k_zeros = k_zero + at
+            v_zeros = v_zero + at
         mean = None
-        if BITS == 4:
+        if KIND == "int4":
             mean = mean_products(q_rows, k_mean + head * HEAD_DIM, HEAD_DIM, BLOCK_D)
         peak, mass, acc = fold_codes(
             q_rows,
@@ -193,14 +198,14 @@ def attend_shares(
             context_k + at * k_stride,
             context_v + at * v_stride,
             k_scale + at,
-            k_zero + at,
+            k_zeros,
             v_scale + at,
-            v_zero + at,
+            v_zeros,
             share_rows,
             scale_log2,
             window,
             mean,
-            BITS=BITS,
+            KIND=KIND,
             SOFT_CAP=SOFT_CAP,
             HEAD_DIM=HEAD_DIM,
             BLOCK_D=BLOCK_D,

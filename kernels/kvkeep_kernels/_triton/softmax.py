@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvkeep_kernels.layout import CodeKind
+
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -32,10 +34,10 @@ class TileShape(NamedTuple):
     num_stages: int
 
 
-def tile_shape(head_dim: int, dtype: torch.dtype, bits: int = 0) -> TileShape:
+def tile_shape(head_dim: int, dtype: torch.dtype, kind: CodeKind | None = None) -> TileShape:
     """The shipped configuration; none of them spills on any target that is compiled for.
 
-    ``bits``: of a number in a quantised context, else 0.
+    ``kind`` of the codes of a quantised context, None for plain rows.
 
     A step of 16-bit keys and values is 16 KiB and three are on their way at a time: two such
     programs keep a processor's share of an H200's memory busy (4.3 TB/s times 1 us over 132 is
@@ -43,7 +45,7 @@ def tile_shape(head_dim: int, dtype: torch.dtype, bits: int = 0) -> TileShape:
     without matrix units, and is kept small enough for the registers. So are codes, which pass
     through them twice on their way to the matrix units.
     """
-    if bits:
+    if kind is not None:
         return _code_tile_shape(head_dim, dtype)
     if dtype == torch.float32:
         if head_dim > 128:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep_kernels._triton.processors import addressable, processor_count
 from kvkeep_kernels._triton.softmax import tile_shape
-from kvkeep_kernels.layout import ContextRows, DecodeBatch, QuantizedKV
+from kvkeep_kernels.layout import CodeKind, ContextRows, DecodeBatch, QuantizedKV
 
 ITEMS_PER_PROCESSOR = 2
 
@@ -28,8 +28,8 @@ ITEMS_PER_PROCESSOR = 2
 # length (addresses), first sequence, members. sequences: k, v (addresses), k and v head stride,
 # k and v token stride, tail tokens, tile. runs: k, v (addresses of row 0), k and v row stride,
 # first sequence, members. scales, of quantised tiles: k scale, k zero, v scale, v zero, k mean
-# (addresses of row 0; 0 for no mean); the row strides of such tiles are in bytes. places, for
-# windows: positions (address of row 0; 0 for none), the position of a tail's first row.
+# (addresses of row 0; 0 for what a kind has not); the row strides of such tiles are in bytes.
+# places, for windows: positions (address of row 0; 0 for none), the position of a tail's first row.
 TILE_COLUMNS = tl.constexpr(8)
 SEQUENCE_COLUMNS = tl.constexpr(8)
 RUN_COLUMNS = tl.constexpr(6)
@@ -44,15 +44,15 @@ class DecodeTables:
 
     Shapes: tiles [num_tiles, 8], sequences [num_sequences, 8], scales [num_tiles, 5], or no rows
     of these without quantised contexts, places [num_tiles, 2]: int64, on the batch's device.
-    ``bits`` of a number in the contexts, 0 where those are not quantised. ``held`` keeps alive
-    what the addresses point at.
+    ``kind`` of the contexts' codes, None where those are not quantised. ``held`` keeps alive what
+    the addresses point at.
     """
 
     tiles: Tensor
     sequences: Tensor
     scales: Tensor
     places: Tensor
-    bits: int
+    kind: CodeKind | None
     num_kv_heads: int
     block_m: int
     held: tuple[Tensor, ...]
@@ -76,12 +76,12 @@ class WorkList:
 def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
     """Write a batch's addresses and sizes into tables on its device.
 
-    Contexts are all quantised to the same bits, or none is.
+    Contexts are all quantised to the same kind of codes, or none is.
     Modifies: nothing. One copy to the device, which the host does not wait for.
     """
     first = batch.groups[0].context
-    bits = first.bits if isinstance(first, QuantizedKV) else 0
-    shape = tile_shape(first.head_dim, first.dtype, bits)
+    kind = first.kind if isinstance(first, QuantizedKV) else None
+    shape = tile_shape(first.head_dim, first.dtype, kind)
     members_max = max(1, shape.block_m_max // group_size)
     tiles: list[int] = []
     sequences: list[int] = []
@@ -123,7 +123,7 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
         of_sequences.view(num_sequences, SEQUENCE_COLUMNS.value),
         of_scales.view(-1, SCALE_COLUMNS.value),
         of_places.view(num_tiles, PLACE_COLUMNS.value),
-        bits,
+        kind,
         first.num_kv_heads,
         max(16, triton.next_power_of_2(largest * group_size)),
         tuple(held),
@@ -153,7 +153,7 @@ def plan(tables: DecodeTables, element_bytes: int, block_n: int) -> WorkList:
         *(tables.tiles, tables.sequences, work.runs, work.indptr, work.items),
         *(num_tiles, num_runs, num_slots),
         HEADS=heads,
-        CONTEXT_BYTES=1 if tables.bits else element_bytes,
+        CONTEXT_BYTES=1 if tables.kind else element_bytes,
         TAIL_BYTES=element_bytes,
         BLOCK_N=block_n,
         RUNS=triton.next_power_of_2(num_runs),

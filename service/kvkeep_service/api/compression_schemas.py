@@ -50,10 +50,8 @@ class Compression(Strict):
     """Scoring "exact" is KVzip as published, "local" its linear-time variant; "auto" is local."""
     normalization: Literal["none", "kvzip_plus"] = "none"
     """With "kvzip_plus" attention is weighed by what values add to the hidden state."""
-    quantization: Annotated[
-        Literal["none", "int8", "int4", "fp8"], only("none", "int8", "int4")
-    ] = "none"
-    """Bits of each number that is kept; "none" keeps numbers as they are, "fp8" is refused."""
+    quantization: Quantization = "none"
+    """Numbers are kept as they are, or in 8 ("int8", "fp8") or 4 bits with a scale for each row."""
 
     def spec(self) -> CompressionSpec:
         """Resolve defaults. Raises: InvalidRequest, for values that do not go together."""
@@ -65,7 +63,7 @@ class Compression(Strict):
             policy=self.policy,
             ratio=self._ratio(),
             scoring="exact" if self.scoring == "exact" else "local",
-            quantization=self._quantization,
+            quantization=self.quantization,
             normalization=self.normalization,
             tokens=self.tokens,
             allow_lossy=self.allow_lossy,
@@ -96,11 +94,3 @@ class Compression(Strict):
         ratio = usual if self.ratio is None else self.ratio
         check_ratio("compression.ratio", ratio, allow_lossy=self.allow_lossy)
         return ratio
-
-    @property
-    def _quantization(self) -> Quantization:
-        match self.quantization:
-            case "fp8":
-                raise InvalidRequest("compression.quantization", '"fp8" is not supported')
-            case known:
-                return known

@@ -174,10 +174,10 @@ def _quantized(kept: RaggedKV, full: DenseKV, quantization: Quantization) -> Con
     match quantization:
         case "none":
             return kept
-        case "int8":
-            return quantize_kv(kept, 8)
+        case "int8" | "fp8":
+            return quantize_kv(kept, quantization)
         case "int4":
-            return quantize_kv(kept, 4, channel_mean(full.k))
+            return quantize_kv(kept, quantization, channel_mean(full.k))
 
 
 class PrefillPass:

@@ -33,7 +33,7 @@ def lease(tmp_path: Path) -> Path:
 
 
 def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Path) -> None:
-    options = ("--scoring", "exact", "--quantization", "int4", "--system", "Be brief.")
+    options = ("--scoring", "exact", "--quantization", "fp8", "--system", "Be brief.")
     done = run("put", str(lease), "--ratio", "0.2", *options)
     assert done.exit_code == 0
     [context] = server.contexts.values()
@@ -50,7 +50,7 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
             "policy": "kvzip",
             "scoring": "exact",
             "allow_lossy": False,
-            "quantization": "int4",
+            "quantization": "fp8",
         },
     }
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvkeep_kernels import reference
 from kvkeep_kernels.attention import ragged_decode_batch, ragged_prefill
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, LogitBounds
+from kvkeep_kernels.layout import CodeKind, DecodeBatch, DecodeGroup, LogitBounds
 
-from ...support.ragged_values import dense, placed, quantized, ragged
+from ...support.ragged_values import KINDS, dense, placed, quantized, ragged
 
 SCALE = 0.3
 _HEAD_DIM = 64
@@ -25,7 +25,7 @@ class BoundedCase:
     tails: tuple[int, ...]
     bounds: LogitBounds
     group_size: int
-    bits: int = 0
+    kind: CodeKind | None = None
     text_tokens: int = 60
 
     @cached_property
@@ -35,7 +35,7 @@ class BoundedCase:
         for seed, lengths in enumerate(self.lengths):
             rows = placed(ragged(lengths, _HEAD_DIM, seed), self.text_tokens + seed)
             tails = tuple(dense(len(lengths), tokens, _HEAD_DIM) for tokens in self.tails)
-            groups.append(DecodeGroup(quantized(rows, self.bits), tails))
+            groups.append(DecodeGroup(quantized(rows, self.kind), tails))
         return DecodeBatch(tuple(groups))
 
     @cached_property
@@ -82,5 +82,5 @@ def cases(draw: st.DrawFn) -> BoundedCase:
         tuple(draw(st.lists(st.sampled_from([1, 2, 5, 40]), min_size=1, max_size=3))),
         LogitBounds(draw(caps), draw(windows)),
         group_size=draw(st.integers(1, 4)),
-        bits=draw(st.sampled_from([0, 8, 4])),
+        kind=draw(st.sampled_from([None, *KINDS])),
     )

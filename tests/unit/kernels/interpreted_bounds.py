@@ -9,7 +9,7 @@ from triton.runtime.errors import InterpreterError
 
 from kvkeep_kernels._triton import codes, decode, prefill, softmax
 from kvkeep_kernels.backend import uses_triton
-from kvkeep_kernels.layout import LogitBounds
+from kvkeep_kernels.layout import CodeKind, LogitBounds
 
 from ...support.triton_interpreter import mutated, poisoned_memory
 from .bounded_cases import BoundedCase, cases
@@ -30,10 +30,10 @@ def test_logits_far_beyond_a_cap_are_the_cap() -> None:
     BoundedCase(((70,),), (1,), LogitBounds(soft_cap=0.01), group_size=1).check()
 
 
-@pytest.mark.parametrize("bits", [0, 4])
-def test_a_tail_longer_than_its_window_and_a_context_out_of_sight(bits: int) -> None:
+@pytest.mark.parametrize("kind", [None, "int4", "fp8"])
+def test_a_tail_longer_than_its_window_and_a_context_out_of_sight(kind: CodeKind | None) -> None:
     # Whole items of the tail, and all of the context, are seen by nobody.
-    BoundedCase(((40, 0),), (3, 200), LogitBounds(20.0, 9), group_size=3, bits=bits).check()
+    BoundedCase(((40, 0),), (3, 200), LogitBounds(20.0, 9), group_size=3, kind=kind).check()
 
 
 MUTANTS = {
@@ -63,10 +63,10 @@ def test_a_mutated_bound_is_caught(
         name = named.get(module, "attend_items")
         if hasattr(place, name):
             monkeypatch.setattr(place, name, getattr(broken, name))
-    bits = 4 if module is codes else 0
+    kind = "int4" if module is codes else None
     # A context and a tail of several items each, rows at every position of a short text.
     shape = {"lengths": ((300, 40),), "tails": (200, 2, 6), "text_tokens": 12, "group_size": 2}
-    case = BoundedCase(bounds=LogitBounds(2.0, 5), bits=bits, **shape)
+    case = BoundedCase(bounds=LogitBounds(2.0, 5), kind=kind, **shape)
     # The interpreter does not let a NaN arise.
     with pytest.raises((AssertionError, InterpreterError)):
         case.check()

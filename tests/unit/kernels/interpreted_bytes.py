@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 from kvkeep_kernels.attention import ragged_decode, ragged_prefill
 from kvkeep_kernels.backend import uses_triton
-from kvkeep_kernels.layout import ContextRows, QuantizedKV
+from kvkeep_kernels.layout import CodeKind, ContextRows, QuantizedKV
 
 from ...support.ragged_values import dense, quantized, ragged
 
@@ -35,7 +35,8 @@ def counted(context: ContextRows) -> Iterator[Counter]:
     """Count what is read of a context's numbers, and of the scales beside them."""
     tensors = [context.k, context.v]
     if isinstance(context, QuantizedKV):
-        tensors += [context.k_scale, context.k_zero, context.v_scale, context.v_zero]
+        tensors += [context.k_scale, context.v_scale]
+        tensors += [zero for zero in (context.k_zero, context.v_zero) if zero is not None]
     counter, builder = Counter(tensors), interpreter.InterpreterBuilder
     stock = builder.create_masked_load
 
@@ -60,34 +61,39 @@ def bytes_of_a_step(context: ContextRows, members: int) -> int:
     return counter.size_bytes
 
 
-def kept(rows: tuple[int, ...], bits: int) -> ContextRows:
-    return quantized(ragged(rows, HEAD_DIM, seed=1), bits)
+def kept(rows: tuple[int, ...], kind: CodeKind | None) -> ContextRows:
+    return quantized(ragged(rows, HEAD_DIM, seed=1), kind)
 
 
-ROW_BYTES = {0: 2 * HEAD_DIM * 4, 8: 2 * (HEAD_DIM + 4), 4: 2 * (HEAD_DIM // 2 + 4)}
+ROW_BYTES: dict[CodeKind | None, int] = {
+    None: 2 * HEAD_DIM * 4,
+    "int8": 2 * (HEAD_DIM + 4),
+    "int4": 2 * (HEAD_DIM // 2 + 4),
+    "fp8": 2 * (HEAD_DIM + 2),
+}
 
 
 def test_triton_serves_these_tests() -> None:
     assert uses_triton(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("bits", ROW_BYTES)
+@pytest.mark.parametrize("kind", ROW_BYTES)
 @pytest.mark.parametrize("rows", [(0, 1), (20, 300), (130, 700)], ids=str)
 def test_a_step_reads_every_kept_row_once_and_nothing_else(
-    rows: tuple[int, ...], bits: int
+    rows: tuple[int, ...], kind: CodeKind | None
 ) -> None:
-    assert bytes_of_a_step(kept(rows, bits), members=1) == sum(rows) * ROW_BYTES[bits]
+    assert bytes_of_a_step(kept(rows, kind), members=1) == sum(rows) * ROW_BYTES[kind]
 
 
-@pytest.mark.parametrize("bits", ROW_BYTES)
-def test_a_lower_ratio_of_the_same_buffers_reads_less_in_proportion(bits: int) -> None:
-    context = kept((400, 200), bits)
+@pytest.mark.parametrize("kind", ROW_BYTES)
+def test_a_lower_ratio_of_the_same_buffers_reads_less_in_proportion(kind: CodeKind | None) -> None:
+    context = kept((400, 200), kind)
     half = context.truncated(context.length // 2)
     assert 2 * bytes_of_a_step(half, 1) == bytes_of_a_step(context, 1)
 
 
 def test_members_of_one_tile_read_their_context_together() -> None:
-    context = kept((20, 300), 0)
+    context = kept((20, 300), None)
     alone = bytes_of_a_step(context, 1)
     # A tile of fp32 has 32 rows: 16 members of 2 query rows each; the next begins another.
     assert [bytes_of_a_step(context, members) for members in (2, 16, 17)] == [
@@ -98,8 +104,8 @@ def test_members_of_one_tile_read_their_context_together() -> None:
 
 
 def test_a_question_of_one_tile_reads_every_kept_row_once() -> None:
-    context = kept((20, 300), 0)
+    context = kept((20, 300), None)
     q, tail = torch.randn(2 * GROUP, 8, HEAD_DIM), dense(2, 8, HEAD_DIM)
     with counted(context) as counter:
         ragged_prefill(q, context, tail, scale=0.1)
-    assert counter.size_bytes == 320 * ROW_BYTES[0]
+    assert counter.size_bytes == 320 * ROW_BYTES[None]

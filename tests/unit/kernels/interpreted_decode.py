@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from kvkeep_kernels import reference
 from kvkeep_kernels._triton import codes, decode, softmax, work_list
 from kvkeep_kernels.attention import ragged_decode, ragged_decode_batch
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV
+from kvkeep_kernels.layout import CodeKind, DecodeBatch, DecodeGroup, DenseKV, RaggedKV
 
-from ...support.ragged_values import dense, quantized, ragged
+from ...support.ragged_values import KINDS, dense, quantized, ragged
 from ...support.triton_interpreter import bf16_products, mutated, poisoned_memory
 
 __all__ = ["bf16_products"]
@@ -25,12 +26,12 @@ def batch_of(
     groups: Sequence[tuple[Sequence[int], Sequence[int]]],
     head_dim: int,
     dtype: torch.dtype = torch.float32,
-    bits: Sequence[int] = (0,),
+    kinds: Sequence[CodeKind | None] = (None,),
 ) -> DecodeBatch:
-    """One group for each (lengths of its heads, tokens of its tails), in turn of these bits."""
+    """One group for each (lengths of its heads, tokens of its tails), in turn of these kinds."""
     made = []
     for seed, (lengths, tails) in enumerate(groups):
-        context = quantized(ragged(lengths, head_dim, seed, dtype), bits[seed % len(bits)])
+        context = quantized(ragged(lengths, head_dim, seed, dtype), kinds[seed % len(kinds)])
         own = tuple(dense(len(lengths), tokens, head_dim, dtype) for tokens in tails)
         made.append(DecodeGroup(context, own))
     return DecodeBatch(tuple(made))
@@ -65,8 +66,9 @@ def batches(draw: st.DrawFn) -> DecodeBatch:
     lengths = st.lists(st.sampled_from([0, 1, 2, 7, 33, 130]), min_size=heads, max_size=heads)
     tails = st.lists(st.sampled_from([1, 2, 5, 65]), min_size=1, max_size=3)
     groups = draw(st.lists(st.tuples(lengths, tails), min_size=1, max_size=2))
-    bits = draw(st.sampled_from([(0,), (0,), (8,), (4,), (4, 0), (8, 4)]))
-    return batch_of(groups, draw(st.sampled_from([64, 96])), bits=bits)
+    alone = [(kind,) for kind in (None, None, *KINDS)]
+    kinds = draw(st.sampled_from([*alone, ("int4", None), ("int8", "int4"), ("fp8", "int8")]))
+    return batch_of(groups, draw(st.sampled_from([64, 96])), kinds=kinds)
 
 
 @settings(max_examples=12)
@@ -77,13 +79,13 @@ def test_a_batch_over_several_contexts_equals_the_oracle(
     check(batch, group_size)
 
 
-@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("kind", [None, "int4", "fp8"])
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_wide_heads_equal_the_oracle(head_dim: int, bits: int) -> None:
-    check(batch_of([((0, 33), (1, 2))], head_dim, bits=(bits,)), group_size=2)
+def test_wide_heads_equal_the_oracle(head_dim: int, kind: CodeKind | None) -> None:
+    check(batch_of([((0, 33), (1, 2))], head_dim, kinds=(kind,)), group_size=2)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("groups", "group_size"),
     [
@@ -93,9 +95,9 @@ def test_wide_heads_equal_the_oracle(head_dim: int, bits: int) -> None:
     ],
 )
 def test_an_edge_of_a_quantised_context_equals_the_oracle(
-    groups: list[tuple[Sequence[int], Sequence[int]]], group_size: int, bits: int
+    groups: list[tuple[Sequence[int], Sequence[int]]], group_size: int, kind: CodeKind
 ) -> None:
-    check(batch_of(groups, 64, bits=(bits,)), group_size)
+    check(batch_of(groups, 64, kinds=(kind,)), group_size)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +116,9 @@ def test_an_edge_equals_the_oracle(
     check(batch_of(groups, 64), group_size)
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_fp16_equals_the_oracle_to_its_digits(bits: int) -> None:
-    batch = batch_of([((70, 5), (1, 3))], 64, torch.float16, (bits,))
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_fp16_equals_the_oracle_to_its_digits(kind: CodeKind | None) -> None:
+    batch = batch_of([((70, 5), (1, 3))], 64, torch.float16, (kind,))
     q = queries(batch, 2)
     out = ragged_decode_batch(q, batch, scale=SCALE)
     torch.testing.assert_close(out.float(), oracle(q, batch), rtol=5e-3, atol=2e-3)
@@ -234,9 +236,9 @@ MUTANTS = {
 QUANTISED_MUTANTS = {
     "nibbles-swapped": (codes, "(packed & 0xF, packed >> 4)", "(packed >> 4, packed & 0xF)"),
     "k-scale-dropped": (codes, "products * tl.abs(scales)[None, :]", "products"),
-    "k-zero-dropped": (codes, " + q_sum[:, None] * zeros[None, :]", ""),
+    "k-zero-dropped": (codes, "products += q_sum[:, None] * zeros", "zeros"),
     "v-scale-dropped": (codes, "codes * scales[:, None]", "codes"),
-    "v-zero-dropped": (codes, " + zeros[:, None]).to", ").to"),
+    "v-zero-dropped": (codes, "numbers += zeros", "zeros"),
     "rows-behind-seen": (codes, "is_seen = is_row[None, :]", "is_seen = row[None, :] >= 0"),
     "mean-dropped": (decode, "mean = mean_products", "mean = 0 * mean_products"),
     "mean-for-every-row": (codes, "scales[None, :] > 0.0", "scales[None, :] != 0.0"),
@@ -247,15 +249,40 @@ QUANTISED_MUTANTS = {
 }
 
 
+FLOAT_MUTANTS = {
+    "sign-lost": (codes, "& ~0x4000", "& 0x3FFF"),
+    "wrong-exponent": (codes, "* 256.0", "* 128.0"),
+    "no-fraction": (codes, "<< 8) >> 1)", "& 0xF8) << 7)"),
+    "v-scale-dropped": (codes, "codes * scales[:, None]", "codes"),
+    "scales-swapped": (decode, "tl.load(halves + 2)", "tl.load(halves)"),
+}
+
+
+@pytest.mark.parametrize("mutant", FLOAT_MUTANTS)
+def test_a_mutated_kernel_of_fp8_is_caught(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_mutant_of_codes(FLOAT_MUTANTS[mutant], "fp8", tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("mutant", QUANTISED_MUTANTS)
 def test_a_mutated_kernel_of_quantised_contexts_is_caught(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, found, planted = QUANTISED_MUTANTS[mutant]
+    check_mutant_of_codes(QUANTISED_MUTANTS[mutant], "int4", tmp_path, monkeypatch)
+
+
+def check_mutant_of_codes(
+    mutant: tuple[ModuleType, str, str],
+    kind: CodeKind,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, found, planted = mutant
     broken = mutated(module, found, planted, tmp_path)
     for name in ("fold_codes",) if module is codes else ("attend_items",):
         monkeypatch.setattr(decode, name, getattr(broken, name))
-    batch = batch_of([((5, 100), (3,)), ((4, 7), (2,))], 64, bits=(4,))
+    batch = batch_of([((5, 100), (3,)), ((4, 7), (2,))], 64, kinds=(kind,))
     with pytest.raises(AssertionError):
         check(batch, group_size=2)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvkeep_kernels import reference
 from kvkeep_kernels._triton import prefill, softmax
 from kvkeep_kernels.attention import ragged_prefill
-from kvkeep_kernels.layout import DenseKV, RaggedKV
+from kvkeep_kernels.layout import CodeKind, DenseKV, RaggedKV
 
-from ...support.ragged_values import dense, quantized, ragged
+from ...support.ragged_values import KINDS, dense, quantized, ragged
 from ...support.triton_interpreter import bf16_products, mutated, poisoned_memory
 
 __all__ = ["bf16_products"]
@@ -28,9 +28,9 @@ def check(
     earlier: int,
     group_size: int,
     head_dim: int,
-    bits: int = 0,
+    kind: CodeKind | None = None,
 ) -> None:
-    context = quantized(ragged(lengths, head_dim, seed=1), bits)
+    context = quantized(ragged(lengths, head_dim, seed=1), kind)
     tail = dense(len(lengths), earlier + tokens, head_dim)
     q = torch.randn(len(lengths) * group_size, tokens, head_dim)
     with poisoned_memory():
@@ -46,10 +46,15 @@ def check(
     earlier=st.sampled_from([0, 1, 5, 40]),
     group_size=st.integers(1, 8),
     head_dim=st.sampled_from([64, 96]),
-    bits=st.sampled_from([0, 8, 4]),
+    kind=st.sampled_from([None, *KINDS]),
 )
 def test_a_question_equals_the_oracle(
-    lengths: list[int], tokens: int, earlier: int, group_size: int, head_dim: int, bits: int
+    lengths: list[int],
+    tokens: int,
+    earlier: int,
+    group_size: int,
+    head_dim: int,
+    kind: CodeKind | None,
 ) -> None:
     check(
         lengths,
@@ -57,7 +62,7 @@ def test_a_question_equals_the_oracle(
         earlier=earlier,
         group_size=group_size,
         head_dim=head_dim,
-        bits=bits,
+        kind=kind,
     )
 
 
@@ -73,9 +78,9 @@ def test_an_edge_equals_the_oracle(lengths: Sequence[int], tokens: int, earlier:
     check(lengths, tokens=tokens, earlier=earlier, group_size=3, head_dim=64)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_shares_of_a_quantised_head_equal_the_oracle(bits: int) -> None:
-    check((33, 900, 0), tokens=33, earlier=7, group_size=3, head_dim=64, bits=bits)
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_of_a_quantised_head_equal_the_oracle(kind: CodeKind) -> None:
+    check((33, 900, 0), tokens=33, earlier=7, group_size=3, head_dim=64, kind=kind)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -173,7 +178,7 @@ def test_a_mutated_kernel_of_quantised_contexts_is_caught(
     broken = mutated(prefill, *QUANTISED_MUTANTS[mutant], tmp_path)
     monkeypatch.setattr(prefill, "attend_shares", broken.attend_shares)
     with pytest.raises(AssertionError):
-        check((20, 90), tokens=4, earlier=2, group_size=2, head_dim=64, bits=4)
+        check((20, 90), tokens=4, earlier=2, group_size=2, head_dim=64, kind="int4")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from kvkeep_kernels.attention import ragged_decode, ragged_prefill
-from kvkeep_kernels.layout import LogitBounds, Placement, RaggedKV, ShapeError
+from kvkeep_kernels.layout import CodeKind, LogitBounds, Placement, RaggedKV, ShapeError
 
 from ...support import kernel_builds
 from ...support.ragged_values import dense, ragged
@@ -59,19 +59,19 @@ def test_bounds_that_mean_nothing_and_windows_over_unplaced_rows_are_refused() -
 GEMMA_2 = LogitBounds(soft_cap=50.0, window=4096)
 GEMMA_3 = LogitBounds(window=512)
 CONFIGURATIONS = [
-    *((target, GEMMA_2, 256, 0) for target in ("sm_80", "gfx942")),
-    ("sm_100", GEMMA_3, 256, 0),
-    ("sm_90", GEMMA_2, 128, 4),
+    *((target, GEMMA_2, 256, None) for target in ("sm_80", "gfx942")),
+    ("sm_100", GEMMA_3, 256, None),
+    ("sm_90", GEMMA_2, 128, "int4"),
 ]
 
 
 @pytest.mark.parametrize("kernel", ["attend_items", "attend_shares"])
-@pytest.mark.parametrize(("target", "bounds", "head_dim", "bits"), CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(("target", "bounds", "head_dim", "kind"), CONFIGURATIONS, ids=str)
 def test_a_bounded_tile_does_not_spill(
-    kernel: str, target: str, bounds: LogitBounds, head_dim: int, bits: int
+    kernel: str, target: str, bounds: LogitBounds, head_dim: int, kind: CodeKind | None
 ) -> None:
     build = getattr(kernel_builds, kernel)
-    code = build(target, torch.bfloat16, head_dim, bits=bits, bounds=bounds)
+    code = build(target, torch.bfloat16, head_dim, kind=kind, bounds=bounds)
     assert code.spills == 0
     assert code.shared_bytes <= SHARED_BYTES_MAX
     assert code.matrix_instructions > 0

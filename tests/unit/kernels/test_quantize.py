@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvkeep_kernels import attention, reference
 from kvkeep_kernels.attention import ragged_decode, ragged_decode_batch, ragged_prefill
 from kvkeep_kernels.layout import (
+    CodeKind,
     DecodeBatch,
     DecodeGroup,
     OutOfRange,
@@ -17,10 +18,10 @@ from kvkeep_kernels.layout import (
 )
 from kvkeep_kernels.quantize import channel_mean, quantize_kv
 
-from ...support.ragged_values import dense, quantized, ragged
+from ...support.ragged_values import KINDS, dense, quantized, ragged
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BITS = (8, 4)
+LEVELS: dict[CodeKind, int] = {"int8": 255, "int4": 15}
 
 
 def one_head(k: torch.Tensor, v: torch.Tensor | None = None) -> RaggedKV:
@@ -28,43 +29,66 @@ def one_head(k: torch.Tensor, v: torch.Tensor | None = None) -> RaggedKV:
     return RaggedKV(k, k.clone() if v is None else v, torch.zeros_like(length), length)
 
 
-def no_mean(bits: int, head_dim: int) -> torch.Tensor | None:
-    return torch.zeros(1, head_dim, dtype=torch.float16) if bits == 4 else None
+def no_mean(kind: CodeKind, head_dim: int) -> torch.Tensor | None:
+    return torch.zeros(1, head_dim, dtype=torch.float16) if kind == "int4" else None
 
 
-def check_errors(rows: torch.Tensor, bits: int) -> None:
+def check_errors(rows: torch.Tensor, kind: CodeKind) -> None:
+    if kind == "fp8":
+        check_float_errors(rows)
+    else:
+        check_integer_errors(rows, kind)
+
+
+def check_float_errors(rows: torch.Tensor) -> None:
+    """Every number comes back to a sixteenth of itself, or to half the smallest code."""
+    found = quantize_kv(one_head(rows), "fp8")
+    back, _ = reference.head_rows(found, 0)
+    exact, scale = rows.double(), found.k_scale.double()[:, None]
+    error = (back.double() - exact).abs()
+    rounding = 2.0**-20 * exact.abs()
+    assert (error <= torch.maximum(exact.abs() / 16, scale * 2.0**-10) + rounding).all()
+    # The scale is no larger than float16 makes it, and nothing overflows a model's own dtype.
+    largest = exact.abs().amax(1)
+    assert (scale[:, 0] <= largest / 448 * (1 + 2.0**-10) + 2.0**-24).all()
+    assert (found.k_scale > 0).all()
+    for dtype in DTYPES:
+        assert torch.isfinite(back.to(dtype)).all()
+
+
+def check_integer_errors(rows: torch.Tensor, kind: CodeKind) -> None:
     """Every number comes back to half a scale, but for the rounding of fp32 itself."""
-    found = quantize_kv(one_head(rows), bits, no_mean(bits, rows.shape[1]))
+    found = quantize_kv(one_head(rows), kind, no_mean(kind, rows.shape[1]))
     back, _ = reference.head_rows(found, 0)
     exact, scale = rows.double(), found.k_scale.double()[:, None]
     rounding = 2.0**-20 * (exact.abs() + found.k_zero.double().abs()[:, None] + scale)
     assert ((back.double() - exact).abs() <= scale / 2 + rounding).all()
     # The scale itself is no larger than float16 makes it.
     spread = exact.amax(1) - exact.amin(1)
-    allowed = (spread + exact.abs().amax(1) * 2.0**-10) / (2**bits - 1) * (1 + 2.0**-9) + 2.0**-23
+    allowed = (spread + exact.abs().amax(1) * 2.0**-10) / LEVELS[kind] * (1 + 2.0**-9) + 2.0**-23
     assert (scale[:, 0] <= allowed).all()
-    for part in (found.k_scale, found.k_zero, found.v_scale, found.v_zero):
-        assert torch.isfinite(part).all()
+    for name in ("k_scale", "k_zero", "v_scale", "v_zero"):
+        assert torch.isfinite(getattr(found, name)).all()
     assert (found.k_scale > 0).all()
 
 
 @settings(max_examples=60)
 @given(
-    bits=st.sampled_from(BITS),
+    kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(DTYPES),
     magnitude=st.sampled_from([1e-8, 1e-3, 1.0, 300.0, 1e4]),
     offset=st.sampled_from([0.0, -1.0, 7.0, -3e4, 5e4]),
     seed=st.integers(0, 10_000),
 )
-def test_a_number_comes_back_to_half_a_scale(
-    bits: int, dtype: torch.dtype, magnitude: float, offset: float, seed: int
+def test_a_number_comes_back_to_the_precision_of_its_kind(
+    kind: CodeKind, dtype: torch.dtype, magnitude: float, offset: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.rand(5, 64, generator=generator) * magnitude + offset
-    check_errors(rows.to(dtype), bits)
+    check_errors(rows.to(dtype), kind)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "row",
     [
@@ -77,32 +101,36 @@ def test_a_number_comes_back_to_half_a_scale(
         pytest.param([2.0**-24, 0.0], id="smallest-half"),
     ],
 )
-def test_an_extreme_row_keeps_finite_scales_that_are_not_zero(row: list[float], bits: int) -> None:
-    check_errors(torch.tensor([row * 32]), bits)
+def test_an_extreme_row_keeps_finite_scales_that_are_not_zero(
+    row: list[float], kind: CodeKind
+) -> None:
+    check_errors(torch.tensor([row * 32]), kind)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -65520.0, 1e30], ids=str)
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_a_value_that_no_scale_can_hold_is_refused(name: str, bad: float, bits: int) -> None:
+def test_a_value_that_no_scale_can_hold_is_refused(name: str, bad: float, kind: CodeKind) -> None:
     k, v = torch.randn(2, 3, 64)
     (k if name == "k" else v)[1, 7] = bad
     with pytest.raises(OutOfRange, match=f"^{name}: "):
-        quantize_kv(one_head(k, v), bits, no_mean(bits, 64))
+        quantize_kv(one_head(k, v), kind, no_mean(kind, 64))
 
 
 def test_keys_that_their_mean_carries_out_of_range_are_refused() -> None:
     mean = torch.full((1, 64), -60_000.0, dtype=torch.float16)
     with pytest.raises(OutOfRange, match=r"^k - k_mean: "):
-        quantize_kv(one_head(torch.full((1, 64), 60_000.0)), 4, mean)
+        quantize_kv(one_head(torch.full((1, 64), 60_000.0)), "int4", mean)
 
 
-@pytest.mark.parametrize(("bits", "row_bytes"), [(8, 128 + 4), (4, 64 + 4)])
+@pytest.mark.parametrize(
+    ("kind", "row_bytes"), [("int8", 128 + 4), ("int4", 64 + 4), ("fp8", 128 + 2)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_takes_exactly_the_bytes_of_the_format(
-    dtype: torch.dtype, bits: int, row_bytes: int
+    dtype: torch.dtype, kind: CodeKind, row_bytes: int
 ) -> None:
-    found = quantized(ragged([5, 0, 12], 128, seed=1, dtype=dtype), bits)
+    found = quantized(ragged([5, 0, 12], 128, seed=1, dtype=dtype), kind)
     assert found.size_bytes == 17 * 2 * row_bytes
 
 
@@ -111,7 +139,7 @@ def test_each_head_loses_its_own_channel_means() -> None:
     heads = torch.tensor([0] * 7 + [2] * 9)
     far = torch.randn(3, 64) * 50
     shifted = RaggedKV(rows.k + far[heads], rows.v, rows.start, rows.length)
-    found = quantize_kv(shifted, 4, far.half())
+    found = quantize_kv(shifted, "int4", far.half())
     for head in (0, 2):
         back, _ = reference.head_rows(found, head)
         error = (back - shifted.head_rows(head)[0]).abs().max()
@@ -123,7 +151,7 @@ def test_a_row_that_is_not_like_the_mean_keeps_its_own_small_scale() -> None:
     mean = torch.randn(1, 64) * 50
     rows = torch.randn(4, 64) + mean
     rows[2] = torch.randn(64) * 0.1
-    found = quantize_kv(one_head(rows), 4, mean.half())
+    found = quantize_kv(one_head(rows), "int4", mean.half())
     assert (found.k_scale > 0).tolist() == [True, True, False, True]
     back, _ = reference.head_rows(found, 0)
     scale = found.k_scale.abs().float()[:, None]
@@ -142,22 +170,23 @@ def test_the_channel_mean_is_that_of_every_token() -> None:
 
 def test_a_shape_that_cannot_be_packed_is_refused_by_name() -> None:
     with pytest.raises(ShapeError, match=r"^head_dim: found 65"):
-        quantize_kv(one_head(torch.randn(3, 65)), 4, no_mean(4, 65))
-    with pytest.raises(ShapeError, match=r"k_mean: found none with 4"):
-        quantize_kv(one_head(torch.randn(3, 64)), 4)
-    with pytest.raises(ShapeError, match=r"k_mean: found one with 8"):
-        quantize_kv(one_head(torch.randn(3, 64)), 8, no_mean(4, 64))
+        quantize_kv(one_head(torch.randn(3, 65)), "int4", no_mean("int4", 65))
+    with pytest.raises(ShapeError, match=r"k_mean: found none with int4"):
+        quantize_kv(one_head(torch.randn(3, 64)), "int4")
+    with pytest.raises(ShapeError, match=r"k_mean: found one with int8"):
+        quantize_kv(one_head(torch.randn(3, 64)), "int8", no_mean("int4", 64))
     short = ragged([4, 4], 64, seed=1).truncated(torch.tensor([4, 1], dtype=torch.int32))
     with pytest.raises(ShapeError, match=r"^length: .*all 8 rows"):
-        quantize_kv(short, 8)
+        quantize_kv(short, "int8")
 
 
-def test_an_odd_width_is_no_trouble_in_8_bits() -> None:
-    check_errors(torch.randn(3, 65), 8)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_an_odd_width_is_no_trouble_in_8_bits(kind: CodeKind) -> None:
+    check_errors(torch.randn(3, 65), kind)
 
 
 def test_parts_that_disagree_make_no_quantised_rows() -> None:
-    good = quantized(ragged([4, 4], 64, seed=3), 4)
+    good = quantized(ragged([4, 4], 64, seed=3), "int4")
     assert isinstance(good, QuantizedKV)
     parts = {name: getattr(good, name) for name in QuantizedKV.__slots__}
     for name, bad in (
@@ -179,7 +208,7 @@ shapes = st.fixed_dictionaries(
         "lengths": st.lists(st.sampled_from([0, 1, 2, 7, 130]), min_size=1, max_size=3),
         "group_size": st.integers(1, 4),
         "head_dim": st.sampled_from([64, 96, 128, 256]),
-        "bits": st.sampled_from(BITS),
+        "kind": st.sampled_from(KINDS),
         "seed": st.integers(0, 10_000),
     }
 )
@@ -189,7 +218,7 @@ shapes = st.fixed_dictionaries(
 @given(shape=shapes, tails=st.lists(st.sampled_from([1, 2, 65]), min_size=1, max_size=3))
 def test_decode_over_quantised_rows_equals_the_oracle(shape: dict, tails: list[int]) -> None:
     rows = ragged(shape["lengths"], shape["head_dim"], shape["seed"])
-    context, heads = quantized(rows, shape["bits"]), rows.num_kv_heads
+    context, heads = quantized(rows, shape["kind"]), rows.num_kv_heads
     own = [dense(heads, tokens, shape["head_dim"]) for tokens in tails]
     q = torch.randn(len(tails), heads * shape["group_size"], shape["head_dim"])
     out = ragged_decode(q, context, own, scale=0.3)
@@ -203,7 +232,7 @@ def test_prefill_over_quantised_rows_equals_the_oracle(
     shape: dict, tokens: int, earlier: int
 ) -> None:
     rows = ragged(shape["lengths"], shape["head_dim"], shape["seed"])
-    context, heads = quantized(rows, shape["bits"]), rows.num_kv_heads
+    context, heads = quantized(rows, shape["kind"]), rows.num_kv_heads
     tail = dense(heads, earlier + tokens, shape["head_dim"])
     q = torch.randn(heads * shape["group_size"], tokens, shape["head_dim"])
     out = ragged_prefill(q, context, tail, scale=0.3)
@@ -211,22 +240,22 @@ def test_prefill_over_quantised_rows_equals_the_oracle(
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_several_blocks_equals_the_oracle(
-    bits: int, monkeypatch: pytest.MonkeyPatch
+    kind: CodeKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_CODE_ROWS", 32)
-    context = quantized(ragged([31, 97, 64, 33], 64, seed=7), bits)
+    context = quantized(ragged([31, 97, 64, 33], 64, seed=7), kind)
     q, tail = torch.randn(1, 8, 64), dense(4, 2, 64)
     out = ragged_decode(q, context, [tail], scale=0.3)
     expected = reference.ragged_decode(q, context, [tail], scale=0.3)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_answers_are_the_oracle_rounded(dtype: torch.dtype, bits: int) -> None:
-    context = quantized(ragged([300, 0], 64, seed=5, dtype=dtype), bits)
+def test_half_precision_answers_are_the_oracle_rounded(dtype: torch.dtype, kind: CodeKind) -> None:
+    context = quantized(ragged([300, 0], 64, seed=5, dtype=dtype), kind)
     tail, q = dense(2, 9, 64, dtype), torch.randn(1, 8, 64, dtype=dtype)
     out = ragged_decode(q, context, [tail], scale=0.125)
     assert out.dtype == dtype
@@ -237,28 +266,30 @@ def test_half_precision_answers_are_the_oracle_rounded(dtype: torch.dtype, bits:
 
 
 def test_one_batch_may_mix_quantised_contexts_with_others() -> None:
+    runs = (([40, 0], "int8"), ([3, 7], None), ([9, 1], "int4"), ([8, 8], "fp8"))
     groups = tuple(
-        DecodeGroup(quantized(ragged(lengths, 64, seed), bits), (dense(2, 3, 64),))
-        for seed, (lengths, bits) in enumerate([([40, 0], 8), ([3, 7], 0), ([9, 1], 4)])
+        DecodeGroup(quantized(ragged(lengths, 64, seed), kind), (dense(2, 3, 64),))
+        for seed, (lengths, kind) in enumerate(runs)
     )
-    q = torch.randn(3, 6, 64)
+    q = torch.randn(4, 6, 64)
     together = ragged_decode_batch(q, DecodeBatch(groups), scale=0.1)
     pieces = zip(q.split(1), groups, strict=True)
     alone = [ragged_decode(rows, own.context, own.tails, scale=0.1) for rows, own in pieces]
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_rows_behind_a_shorter_run_are_never_read(bits: int) -> None:
-    context = quantized(ragged([20, 30], 64, seed=4), bits)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_behind_a_shorter_run_are_never_read(kind: CodeKind) -> None:
+    context = quantized(ragged([20, 30], 64, seed=4), kind)
     short = context.truncated(torch.tensor([5, 0], dtype=torch.int32))
     for part in (context.k_scale, context.k_zero, context.v_scale, context.v_zero):
-        part[5:] = torch.nan
+        if part is not None:
+            part[5:] = torch.nan
     out = ragged_decode(torch.randn(1, 2, 64), short, [dense(2, 1, 64)], scale=0.2)
     assert torch.isfinite(out).all()
 
 
 def test_a_tail_of_another_dtype_than_was_quantised_is_refused() -> None:
-    context = quantized(ragged([4, 4], 64, seed=6, dtype=torch.bfloat16), 8)
+    context = quantized(ragged([4, 4], 64, seed=6, dtype=torch.bfloat16), "int8")
     with pytest.raises(ShapeError, match=r"^tail: "):
         ragged_decode(torch.randn(1, 2, 64).bfloat16(), context, [dense(2, 1, 64)], scale=1.0)

@@ -8,7 +8,7 @@ import torch
 
 from kvkeep_kernels import attention
 from kvkeep_kernels._triton import decode, work_list
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, LogitBounds
+from kvkeep_kernels.layout import CodeKind, DecodeBatch, DecodeGroup, LogitBounds
 
 from ...support import kernel_builds
 from ...support.ragged_values import dense, placed, ragged
@@ -26,29 +26,34 @@ def test_a_step_reads_each_kept_row_once_however_many_share_it() -> None:
 
 
 # A tile that is full, and one of the fewest rows; fp32 where it is nearest to spilling; contexts
-# of 4 bits everywhere, as they take more registers than those of 8.
+# of int4 and fp8 everywhere, as they take more registers than those of int8.
 CONFIGURATIONS = [
-    *((target, torch.bfloat16, width, None, 0) for target in TARGETS for width in (64, 128, 256)),
-    *((target, torch.bfloat16, 128, 16, 0) for target in TARGETS),
-    ("sm_80", torch.bfloat16, 96, None, 0),
     *(
-        (target, torch.float32, width, None, 0)
+        (target, torch.bfloat16, width, None, None)
+        for target in TARGETS
+        for width in (64, 128, 256)
+    ),
+    *((target, torch.bfloat16, 128, 16, None) for target in TARGETS),
+    ("sm_80", torch.bfloat16, 96, None, None),
+    *(
+        (target, torch.float32, width, None, None)
         for target in ("sm_80", "sm_90")
         for width in (128, 256)
     ),
-    *((target, torch.bfloat16, 128, None, 4) for target in TARGETS),
-    *((target, torch.bfloat16, 64, None, 4) for target in ("sm_80", "gfx942")),
-    *(("sm_80", torch.bfloat16, width, None, 4) for width in (96, 256)),
-    *((target, torch.bfloat16, 128, None, 8) for target in ("sm_90", "gfx942")),
-    ("sm_80", torch.float32, 128, None, 4),
+    *((target, torch.bfloat16, 128, None, kind) for target in TARGETS for kind in ("int4", "fp8")),
+    *((target, torch.bfloat16, 64, None, "int4") for target in ("sm_80", "gfx942")),
+    *(("sm_80", torch.bfloat16, width, None, "int4") for width in (96, 256)),
+    *((target, torch.bfloat16, 128, None, "int8") for target in ("sm_90", "gfx942")),
+    ("sm_80", torch.bfloat16, 256, None, "fp8"),
+    *(("sm_80", torch.float32, 128, None, kind) for kind in ("int4", "fp8")),
 ]
 
 
-@pytest.mark.parametrize(("target", "dtype", "head_dim", "rows", "bits"), CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(("target", "dtype", "head_dim", "rows", "kind"), CONFIGURATIONS, ids=str)
 def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
-    target: str, dtype: torch.dtype, head_dim: int, rows: int | None, bits: int
+    target: str, dtype: torch.dtype, head_dim: int, rows: int | None, kind: CodeKind | None
 ) -> None:
-    code = kernel_builds.attend_items(target, dtype, head_dim, rows=rows, bits=bits)
+    code = kernel_builds.attend_items(target, dtype, head_dim, rows=rows, kind=kind)
     assert code.spills == 0
     assert code.shared_bytes <= SHARED_BYTES_MAX
     # An fp32 product of full precision has no matrix instruction on NVIDIA.

@@ -8,7 +8,7 @@ import torch
 
 from kvkeep_kernels import attention
 from kvkeep_kernels._triton import prefill
-from kvkeep_kernels.layout import LogitBounds
+from kvkeep_kernels.layout import CodeKind, LogitBounds
 
 from ...support import kernel_builds
 from ...support.ragged_values import dense, placed, ragged
@@ -21,20 +21,20 @@ def test_the_interpreted_kernels_equal_the_oracle() -> None:
 
 
 CONFIGURATIONS = [
-    *((target, torch.bfloat16, width, 0) for target in TARGETS for width in (128, 256)),
-    ("sm_80", torch.bfloat16, 96, 0),
-    *((target, torch.float32, width, 0) for target in ("sm_80", "sm_90") for width in (64, 256)),
-    *((target, torch.bfloat16, 128, 4) for target in TARGETS),
-    ("sm_80", torch.float32, 128, 4),
-    ("gfx942", torch.bfloat16, 64, 8),
+    *((target, torch.bfloat16, width, None) for target in TARGETS for width in (128, 256)),
+    ("sm_80", torch.bfloat16, 96, None),
+    *((target, torch.float32, width, None) for target in ("sm_80", "sm_90") for width in (64, 256)),
+    *((target, torch.bfloat16, 128, kind) for target in TARGETS for kind in ("int4", "fp8")),
+    ("sm_80", torch.float32, 128, "int4"),
+    ("gfx942", torch.bfloat16, 64, "int8"),
 ]
 
 
-@pytest.mark.parametrize(("target", "dtype", "head_dim", "bits"), CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(("target", "dtype", "head_dim", "kind"), CONFIGURATIONS, ids=str)
 def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
-    target: str, dtype: torch.dtype, head_dim: int, bits: int
+    target: str, dtype: torch.dtype, head_dim: int, kind: CodeKind | None
 ) -> None:
-    code = kernel_builds.attend_shares(target, dtype, head_dim, bits=bits)
+    code = kernel_builds.attend_shares(target, dtype, head_dim, kind=kind)
     assert code.spills == 0
     assert code.shared_bytes <= SHARED_BYTES_MAX
     # An fp32 product of full precision has no matrix instruction on NVIDIA.

@@ -178,7 +178,7 @@ async def test_a_context_of_another_model_is_left_to_its_servers(
     assert planner.count == 0
 
 
-@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["none", "int8", "int4", "fp8"])
 async def test_a_higher_ratio_is_a_new_generation_that_keeps_older_cuts(
     bench: Workbench, kind: Quantization
 ) -> None:

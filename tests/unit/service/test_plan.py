@@ -101,6 +101,7 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         ),
         digest(compression=CompressionSpec(quantization="int8")),
         digest(compression=CompressionSpec(quantization="int4")),
+        digest(compression=CompressionSpec(quantization="fp8")),
         digest(by=Planner(other_weights)),
         digest(by=Planner(other_dtype)),
         digest(by=Planner(other_rope)),

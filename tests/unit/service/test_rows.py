@@ -82,7 +82,7 @@ def assert_same_runs(ours: ResidentContext, theirs: ResidentContext, ratio: floa
                 assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.anyio
 async def test_field_19_engine_to_store_to_engine_is_bit_for_bit(
@@ -100,7 +100,7 @@ async def test_field_19_engine_to_store_to_engine_is_bit_for_bit(
     assert context.size_bytes == built.context.size_bytes
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.anyio
 async def test_a_quantised_row_does_not_depend_on_the_ratio_others_asked_for(
     storage: Storage, quantization: Quantization
@@ -120,7 +120,7 @@ async def test_a_quantised_row_does_not_depend_on_the_ratio_others_asked_for(
     assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_on_a_cpu_quantised_rows_are_not_copied_either(quantization: Quantization) -> None:
     built = a_build(model_in(torch.float32), quantization=quantization)
     rows = to_store(built)
@@ -128,7 +128,8 @@ def test_on_a_cpu_quantised_rows_are_not_copied_either(quantization: Quantizatio
     context = to_engine(rows, 406, CPU)
     for layer, stored, back in zip(built.context.layers, rows.layers, context.layers, strict=True):
         assert layer.k.data_ptr() == stored.k.ctypes.data == back.k.data_ptr()
-        assert layer.v_zero.data_ptr() == stored.scales.v_zero.ctypes.data == back.v_zero.data_ptr()
+        scale = stored.scales.v_scale
+        assert layer.v_scale.data_ptr() == scale.ctypes.data == back.v_scale.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)

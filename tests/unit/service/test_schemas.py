@@ -28,7 +28,6 @@ UNSUPPORTED_COMPRESSION = [
     ("ratio", "auto"),
     ("neighbours", 2),
     ("max_loss", 0.01),
-    ("quantization", "fp8"),
 ]
 
 
@@ -287,6 +286,7 @@ def test_spans_count_characters_not_bytes() -> None:
             CompressionSpec("kvzip", 0.3, "local", normalization="kvzip_plus"),
         ),
         ({"quantization": "int4"}, CompressionSpec("kvzip", 0.3, "local", "int4")),
+        ({"quantization": "fp8"}, CompressionSpec("kvzip", 0.3, "local", "fp8")),
         ({"policy": "none", "quantization": "int8"}, CompressionSpec("none", 1, "local", "int8")),
     ],
 )

@@ -96,15 +96,19 @@ def test_rows_and_facts_of_different_models_are_refused() -> None:
         Manifest.describe(rows, slabs, foreign, created_at=1.5)
 
 
-@pytest.mark.parametrize(("quantization", "version"), [("none", 1), ("int8", 2), ("int4", 2)])
-def test_only_quantised_rows_need_the_newer_schema(quantization: str, version: int) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "version"), [("none", 1), ("int8", 2), ("int4", 2), ("fp8", 3)]
+)
+def test_rows_are_written_in_the_oldest_schema_that_knows_them(
+    quantization: str, version: int
+) -> None:
     made = _manifest(quantization=quantization)
     read = Manifest.decode(made.encode())
     assert (read.schema_version, read.quantization) == (version, quantization)
-    assert read.row_bytes == {"none": 16, "int8": 8, "int4": 4}[quantization]
+    assert read.row_bytes == {"none": 16, "int8": 8, "int4": 4, "fp8": 8}[quantization]
     content = json.loads(made.encode())
     with pytest.raises(Corrupt, match="schema_version"):
-        Manifest.decode(json.dumps({**content, "schema_version": 3 - version}).encode())
+        Manifest.decode(json.dumps({**content, "schema_version": version % 3 + 1}).encode())
 
 
 def test_rows_quantised_otherwise_than_promised_are_refused() -> None:

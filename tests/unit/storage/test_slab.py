@@ -73,7 +73,7 @@ def _damaged(slab: EncodedSlab, content: bytes) -> EncodedSlab:
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
-    quantization=st.sampled_from(("none", "none", "int8", "int4")),
+    quantization=st.sampled_from(("none", "none", "int8", "int4", "fp8")),
     num_layers=st.integers(1, 12),
     num_kv_heads=st.integers(1, 4),
     head_dim=st.sampled_from((1, 3, 8)),
@@ -108,8 +108,11 @@ def test_every_ratio_comes_back_bit_for_bit(
 
 def test_every_tensor_of_a_loaded_cache_is_contiguous_and_aligned() -> None:
     counts = np.array([[[3, 2], [2, 0], [1, 0]]], np.int32)
-    for layer in (*empty_layers(counts, row_bytes=6), *empty_layers(counts, 6, "int4")):
-        scales = () if layer.scales is None else (*layer.scales.of_rows, layer.scales.k_mean)
+    kinds: tuple[Quantization, ...] = ("none", "int4", "fp8")
+    for layer in (layer for kind in kinds for layer in empty_layers(counts, 6, kind)):
+        scales = () if layer.scales is None else layer.scales.of_rows
+        if layer.scales is not None and layer.scales.k_mean is not None:
+            scales = (*scales, layer.scales.k_mean)
         for tensor in (layer.k, layer.v, layer.position, *scales):
             assert tensor.flags.c_contiguous
             assert tensor.flags.writeable
@@ -175,7 +178,9 @@ def test_the_bytes_of_a_slab_are_rows_and_little_else() -> None:
         assert len(slab.content) - kv_bytes <= 0.03 * kv_bytes
 
 
-@pytest.mark.parametrize(("quantization", "row_bytes"), [("int8", 64 + 4), ("int4", 32 + 4)])
+@pytest.mark.parametrize(
+    ("quantization", "row_bytes"), [("int8", 64 + 4), ("int4", 32 + 4), ("fp8", 64 + 2)]
+)
 def test_the_bytes_of_a_quantised_slab_are_codes_scales_and_little_else(
     quantization: Quantization, row_bytes: int
 ) -> None:
@@ -200,7 +205,7 @@ def test_the_bytes_of_a_quantised_slab_are_codes_scales_and_little_else(
         spans = [
             header[name]["data_offsets"]
             for i in range(30)
-            for name in tensor_names(i, quantization)[2:8]
+            for name in tensor_names(i, quantization, band=1)[2:]
         ]
         kv_bytes = int(counts[band].sum()) * 2 * row_bytes
         assert sum(end - start for start, end in spans) == kv_bytes
@@ -211,7 +216,7 @@ def test_the_bytes_of_a_quantised_slab_are_codes_scales_and_little_else(
     assert others <= 0.03 * int(counts.sum()) * 2 * 128
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_quantised_slab_is_a_valid_safetensors_file(
     quantization: Quantization, tmp_path: Path
 ) -> None:
@@ -224,6 +229,7 @@ def test_a_quantised_slab_is_a_valid_safetensors_file(
             names = {name for i in range(2) for name in tensor_names(i, quantization, band)}
             assert set(opened.keys()) == names
             assert ("layers.001.k_mean" in names) == (quantization == "int4" and band == 0)
+            assert ("layers.001.k_zero" in names) == (quantization != "fp8")
             k, scale = (opened.get_tensor(f"layers.001.{part}") for part in ("k", "v_scale"))
         assert (k.dtype, k.shape) == (np.uint8, (count, rows.row_bytes))
         assert (scale.dtype, scale.shape) == (np.float16, (count,))
@@ -239,7 +245,28 @@ def test_scales_that_are_not_finite_are_never_stored(value: float, tensor: str) 
         encode_slab(rows, 0 if tensor == "k_mean" else 2)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+def test_a_code_of_fp8_that_is_no_number_is_never_stored(tensor: str, code: int) -> None:
+    rows = random_rows(quantization="fp8")
+    getattr(rows.layers[1], tensor)[-1, -1] = code
+    with pytest.raises(Invalid, match=f"layers.001.{tensor}: holds a NaN"):
+        encode_slab(rows, 2)
+
+
+@pytest.mark.parametrize("missing", ["k_zero", "v_zero"])
+def test_zeros_belong_to_integers_and_only_to_them(missing: str) -> None:
+    rows, floats = random_rows(quantization="int8"), random_rows(quantization="fp8")
+    for layers, name in ((rows, missing), (floats, missing)):
+        first = layers.layers[0]
+        assert first.scales is not None
+        zero = None if layers is rows else first.scales.k_scale
+        wrong = replace(first, scales=replace(first.scales, **{name: zero}))
+        with pytest.raises(Invalid, match="zeros belong to integers"):
+            replace(layers, layers=(wrong, *layers.layers[1:]))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
 def test_any_flipped_bit_anywhere_is_seen(quantization: Quantization) -> None:
     rows = random_rows(num_layers=2, head_dim=2, quantization=quantization)
     chosen = random.Random(7)
