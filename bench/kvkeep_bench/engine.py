@@ -12,7 +12,7 @@ from kvkeep_service.engine.decode import Sequence, SequenceOptions, decode_step,
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.plan import BuildPlan, Planner
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
-from kvkeep_service.ports import CompressionSpec, DocumentSpec, Scoring
+from kvkeep_service.ports import CompressionSpec, DocumentSpec, Scoring, Turn
 
 TENANT = "bench"
 _RESERVE_TOKENS = 256
@@ -79,7 +79,7 @@ class EngineSide:
 
     def question_ids(self, question: str) -> list[int]:
         """Token ids that follow the document."""
-        return self.loaded.template.question_ids(question, None, {})
+        return self.loaded.template.asked_ids([Turn("user", question)], {})
 
     def ask(self, context: ContextView, question: str, tokens: int) -> Generated:
         """Answer a question greedily from a context, never stopping early.

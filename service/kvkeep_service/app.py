@@ -26,6 +26,7 @@ from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
 from kvkeep_service.reservations import UNBOUNDED
+from kvkeep_service.sessions import Sessions
 from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_service.upkeep import Upkeep
@@ -55,6 +56,9 @@ async def running_application(
             detail=str(error),
             advice="stop the server and run: kvkeep-server admin reindex",
         )
+    memory_bytes = _memory_bytes(settings, loaded)
+    # They take of the same memory, and never most of it.
+    session_bytes = min(settings.session_bytes, memory_bytes // 4)
     recovery = Recovery(stores, rebuilds=settings.on_corrupt == "rebuild")
     worker = LocalWorker(
         loaded,
@@ -63,7 +67,8 @@ async def running_application(
         owner=f"{socket.gethostname()}-{secrets.token_hex(4)}",
         max_queue=settings.max_queue,
         resident_bytes=settings.resident_bytes,
-        memory_bytes=_memory_bytes(settings, loaded),
+        memory_bytes=memory_bytes - session_bytes,
+        sessions=Sessions(session_bytes, settings.session_ttl_seconds),
         host=_host_tier(settings, loaded),
         threads=settings.threads,
         head_scores=read_head_scores(settings, loaded.info, loaded.language_model.shape),

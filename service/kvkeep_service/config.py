@@ -102,6 +102,10 @@ class Settings(BaseSettings):
     """Budget for caches held in the engine's memory."""
     host_bytes: int = Field(4 * 2**30, ge=0)
     """Budget for what a GPU gives up, in page-locked host memory; 0 keeps none."""
+    session_bytes: int = Field(512 * 2**20, ge=0)
+    """Of memory_bytes, a quarter at most, to continue answers in sessions; 0 keeps nothing."""
+    session_ttl_seconds: int = Field(1800, ge=1, le=7 * 86400)
+    """How long an answer that nobody continues can be continued."""
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
     tenant_bytes: int | None = Field(None, ge=0)

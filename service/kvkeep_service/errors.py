@@ -16,7 +16,8 @@
     ├── Missing                  not there, or no longer
     │   ├── ModelNotFound
     │   ├── ContextNotFound
-    │   └── ContextExpired
+    │   ├── ContextExpired
+    │   └── SessionGone
     ├── Unsuitable               there, in a state that forbids this
     │   ├── ContextNotReady
     │   ├── ContextFailed
@@ -216,6 +217,26 @@ class ContextExpired(Missing):
     def __init__(self, context_id: str, expired_at: str) -> None:
         """``expired_at`` is RFC 3339 in UTC."""
         super().__init__(f"context {context_id!r} expired at {expired_at}", expired_at=expired_at)
+
+
+class SessionGone(Missing):
+    """An answer cannot be continued: what was kept of its conversation is not there, or no more.
+
+    ``reason`` is one of "unknown" (never here, another context's, forgotten, or another
+    process's), "continued" (without ``fork``), "expired", "evicted" and "cache_replaced".
+    """
+
+    code = "session_gone"
+
+    def __init__(self, session: str, reason: str) -> None:
+        """Name the answer, and why it cannot be continued."""
+        super().__init__(
+            f"answer {session!r} cannot be continued here: {reason}; ask with the whole"
+            " conversation as messages",
+            session=session,
+            reason=reason,
+        )
+        self.reason = reason
 
 
 class Unsuitable(ServiceError):

@@ -42,6 +42,20 @@ async def forget_deleted(stores: Stores, worker: Worker) -> None:
     _log.info("deleted_elsewhere", caches=len(unwanted), copies=len(unnamed))
 
 
+async def forget_conversations(stores: Stores, worker: Worker) -> None:
+    """Give up what continues answers about contexts that were deleted, or have expired.
+
+    Modifies: the worker's memory. Raises: as ``forget_deleted``.
+    """
+    for tenant, context_id in worker.conversations():
+        record = await stores.metadata.context(tenant, context_id)
+        if record is None:
+            # As above.
+            await require_bound(stores.objects, stores.metadata)
+        if record is None or record.status == "expired":
+            await worker.forget(tenant, context_id)
+
+
 async def _standings(
     stores: Stores, resident: list[tuple[str, str]], copies: list[GenerationKey]
 ) -> dict[tuple[str, str], Standing]:

@@ -9,6 +9,7 @@ from typing import Final
 from ulid import ULID
 
 _CONTEXT: Final = re.compile(r"ctx_[0-7][0-9A-HJKMNP-TV-Z]{25}")
+_ANSWER: Final = re.compile(r"ans_[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 
 def new_context_id() -> str:
@@ -24,6 +25,11 @@ def new_answer_id() -> str:
 def new_request_id() -> str:
     """Name a request that came without a name."""
     return f"req_{ULID()}"
+
+
+def is_answer_id(text: str) -> bool:
+    """Whether an answer could have this name."""
+    return _ANSWER.fullmatch(text) is not None
 
 
 def is_context_id(text: str) -> bool:

@@ -102,11 +102,25 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side has said in a conversation."""
+
+    role: Literal["user", "assistant"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class QueryRequest:
     """One question on one ready context. ``ratio`` is a stored ratio.
 
     With ``min_ratio``, another stored one, any stored ratio in between will do; which one it is
     is fixed when the question is read, and said with the answer.
+
+    ``history``: turns before the question, the user's first. ``session``: the id of an answer
+    whose conversation this one continues, at the ratio of that one and whatever ``ratio`` says;
+    with ``fork`` that answer can be continued once more. ``system`` stands before the first turn
+    that is new. ``answer_id`` is what the answer will be called; without, none continues it.
+    ``top_logprobs``: how many of the likeliest tokens to tell beside each one; None tells none.
     """
 
     tenant: str
@@ -124,6 +138,11 @@ class QueryRequest:
     stop: tuple[str, ...] = ()
     return_token_ids: bool = False
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    history: tuple[Turn, ...] = ()
+    answer_id: str | None = None
+    session: str | None = None
+    fork: bool = False
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +176,22 @@ class QueryTimings:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A piece of the answer, cut at a UTF-8 boundary. ``index`` counts pieces from 0."""
+    """A piece of an answer, cut at a UTF-8 boundary. ``index`` counts its pieces from 0.
+
+    ``question``: the place of the request among those that are answered together.
+    """
 
     text: str
     index: int
+    question: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerEvent:
-    """The end of an answer: the whole text, which equals the joined pieces."""
+    """The end of an answer: the whole text, which equals the joined pieces.
+
+    ``cached_tokens`` of the prompt were not read again. ``question`` as in a token event.
+    """
 
     text: str
     finish_reason: FinishReason
@@ -176,6 +202,8 @@ class AnswerEvent:
     timings: QueryTimings
     prompt_token_ids: tuple[int, ...] | None = None
     token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    question: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +245,8 @@ class WorkerStats:
     host_bytes: int = 0
     is_store_full: bool = False
     reserved_bytes: int = 0
+    sessions: int = 0
+    session_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +279,14 @@ class Worker(Protocol):
         """
         ...
 
-    def query(self, request: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
-        """Answer one question: token events, then exactly one answer event.
+    def query(self, *requests: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
+        """Answer questions: of each one token events, then exactly one answer event.
 
-        Closing the iterator (``aclose``) stops the generation within one token.
-        Raises: QuestionTooLong, Overloaded, TemplateChangesPrefix, and storage errors
+        Several are answered together, and must agree in context, cache, ratios and session.
+        What is wrong with one of them refuses all before any is read; what fails later ends
+        all. Closing the iterator (``aclose``) stops the generation within one token.
+        Raises: QuestionTooLong, Overloaded, TemplateChangesPrefix, SessionGone, InvalidRequest
+        (turns that cannot be rendered after a document), and storage errors
         when the cache cannot be loaded. After a corrupt load the context has already
         been set to ``rebuilding``, and ContextNotReady is raised; or, where corrupt caches are
         not rebuilt, to ``failed``, and ContextFailed is.
@@ -269,6 +302,14 @@ class Worker(Protocol):
 
     async def drop(self, tenant: str, cache_id: str) -> None:
         """Forget a cache once its running queries end, here and in host memory."""
+        ...
+
+    async def forget(self, tenant: str, context_id: str) -> None:
+        """Give up what is kept to continue the answers of a context."""
+        ...
+
+    def conversations(self) -> list[tuple[str, str]]:
+        """Tenant and id of every context with an answer that can be continued here."""
         ...
 
     def resident(self) -> list[tuple[str, str]]:

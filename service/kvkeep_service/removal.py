@@ -41,6 +41,7 @@ class Remover:
         key = DocumentKey(tenant, context_id)
         await delete_document(self._stores.objects, key)
         released = await self._stores.metadata.delete_context(tenant, context_id)
+        await self._worker.forget(tenant, context_id)
         # A worker may have mirrored the record between the two.
         await self._stores.objects.delete(key.mirror)
         await self._release(tenant, released)

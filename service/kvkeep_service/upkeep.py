@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from kvkeep_service.forgetting import forget_deleted
+from kvkeep_service.forgetting import forget_conversations, forget_deleted
 from kvkeep_service.ports import Worker
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
@@ -64,6 +64,7 @@ class Upkeep:
         await self._stores.jobs.reconcile(self._stores.metadata)
 
     async def _forget(self) -> None:
+        await forget_conversations(self._stores, self._worker)
         await forget_deleted(self._stores, self._worker)
 
 

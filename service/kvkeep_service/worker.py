@@ -7,17 +7,15 @@ from contextlib import aclosing, suppress
 
 import structlog
 
+from kvkeep_service.asking import Asking
 from kvkeep_service.bringing import ASIDE_MAX, Brought, Receiver
 from kvkeep_service.builder import Builder
-from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
-from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import (
     ContextModelMismatch,
     HeadScoresMissing,
     Overloaded,
-    QuestionTooLong,
 )
 from kvkeep_service.host_tier import HostTier
 from kvkeep_service.loading import bring
@@ -37,8 +35,9 @@ from kvkeep_service.ports import (
 )
 from kvkeep_service.recovery import Recovery, is_proven
 from kvkeep_service.reservations import UNBOUNDED
-from kvkeep_service.residency import Pinned, Residency
-from kvkeep_service.running import RunningQuery
+from kvkeep_service.residency import Residency
+from kvkeep_service.running import RunningQuery, run
+from kvkeep_service.sessions import Sessions
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
@@ -63,6 +62,7 @@ class LocalWorker:
         owner: str,
         max_queue: int,
         resident_bytes: int,
+        sessions: Sessions,
         memory_bytes: int = UNBOUNDED,
         host: HostTier | None = None,
         threads: int | None = None,
@@ -93,6 +93,7 @@ class LocalWorker:
             on_failure=self._load_failed,
             on_evicted=None if host is None else host.keep,
         )
+        self._sessions = sessions
         self._host = host
         self._recoveries: set[asyncio.Task[None]] = set()
         self._builder = Builder(
@@ -119,6 +120,7 @@ class LocalWorker:
         """End builds (they return to the queue) and queries, then the engine's thread."""
         await self._builder.stop()
         await self._residency.close()
+        self._sessions.close()
         if self._host is not None:
             await self._host.close()
         await asyncio.gather(*self._recoveries)
@@ -142,27 +144,37 @@ class LocalWorker:
             fingerprint=plan.fingerprint,
         )
 
-    async def query(self, request: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
+    async def query(self, *requests: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
         """As ``ports.Worker.query``."""
         started = time.perf_counter()
-        self._check_length(request)
-        question_ids = await asyncio.to_thread(
-            self._loaded.template.question_ids,
-            request.question,
-            request.system,
-            request.chat_template_kwargs,
-        )
+        asking = Asking(self._loaded, self._sessions, requests)
+        await asking.read()
+        request = requests[0]
         key = CacheKey(request.tenant, request.cache_id)
         try:
-            async with self._residency.pinned(key, request.ratio, request.min_ratio) as pinned:
+            async with self._residency.pinned(key, asking.ratio, asking.min_ratio) as pinned:
                 document_ids = await self._document_ids(request)
-                sequence = self._sequence(request, question_ids, pinned)
-                running = RunningQuery(sequence, received_at=started, tenant=request.tenant)
-                with self._residency.reservations.for_answer(sequence.tail_bytes_max):
-                    async with aclosing(running.events(self._scheduler)) as events:
+                sequences = await asking.sequences(pinned)
+                queries = [
+                    RunningQuery(sequence, received_at=started, tenant=request.tenant, index=index)
+                    for index, sequence in enumerate(sequences)
+                ]
+                tail_bytes = sum(sequence.tail_bytes_max for sequence in sequences)
+                with self._residency.reservations.for_answer(tail_bytes):
+                    async with aclosing(run(queries, self._scheduler)) as events:
                         async for event in events:
-                            yield event
-                yield running.answer(pinned, request, document_ids)
+                            if isinstance(event, TokenEvent):
+                                yield event
+                                continue
+                            answer = await asyncio.to_thread(
+                                event.answer,
+                                pinned,
+                                requests[event.index],
+                                document_ids,
+                                self._loaded.template.token_text,
+                            )
+                            await asking.keep(event, pinned)
+                            yield answer
         except (Corrupt, NotFound) as error:
             if not is_proven(error):
                 raise
@@ -188,8 +200,17 @@ class LocalWorker:
     async def drop(self, tenant: str, cache_id: str) -> None:
         """As ``ports.Worker.drop``."""
         self._residency.drop(CacheKey(tenant, cache_id))
+        self._sessions.drop_cache(tenant, cache_id)
         if self._host is not None:
             self._host.drop(CacheKey(tenant, cache_id))
+
+    async def forget(self, tenant: str, context_id: str) -> None:
+        """As ``ports.Worker.forget``."""
+        self._sessions.drop_context(tenant, context_id)
+
+    def conversations(self) -> list[tuple[str, str]]:
+        """As ``ports.Worker.conversations``."""
+        return self._sessions.contexts
 
     def resident(self) -> list[tuple[str, str]]:
         """As ``ports.Worker.resident``."""
@@ -214,6 +235,8 @@ class LocalWorker:
             host_caches=host.entries if host else 0,
             host_bytes=host.size_bytes if host else 0,
             is_store_full=self._builder.space.is_full,
+            sessions=len(self._sessions),
+            session_bytes=self._sessions.size_bytes,
         )
 
     def cache_counts(self) -> CacheCounts:
@@ -259,15 +282,6 @@ class LocalWorker:
             # Bytes that are wrong will be found wrong again.
             _log.warning("recovery_postponed", cache=key.cache_id, code=trouble.code)
 
-    def _check_length(self, request: QueryRequest) -> None:
-        """Refuse what cannot fit before it is tokenised. Raises: QuestionTooLong."""
-        fewest = sum(
-            self._loaded.template.fewest_tokens(part or "")
-            for part in (request.system, request.question)
-        )
-        if fewest > self.model.max_positions:
-            raise QuestionTooLong(fewest, self.model.max_positions)
-
     async def _document_ids(self, request: QueryRequest) -> list[int] | None:
         """What the model saw before the question: the stored document, tokenised again.
 
@@ -290,22 +304,3 @@ class LocalWorker:
         if plan.fingerprint.digest != request.cache_id:
             return None
         return [*plan.document.prefix_ids, *plan.document.ids]
-
-    def _sequence(self, request: QueryRequest, question_ids: list[int], pinned: Pinned) -> Sequence:
-        """Raises: QuestionTooLong, when no position is left for an answer."""
-        model = self._loaded.language_model
-        left = model.shape.max_positions - pinned.context.num_tokens
-        if len(question_ids) >= left:
-            raise QuestionTooLong(len(question_ids), left - 1)
-        sampling = SamplingOptions(request.temperature, request.top_p, request.top_k, request.seed)
-        options = SequenceOptions(
-            min(request.max_tokens, left - len(question_ids)), sampling, request.stop
-        )
-        return Sequence(
-            model,
-            pinned.context.view(pinned.ratio),
-            question_ids,
-            options,
-            tokenizer=self._loaded.tokenizer,
-            stop_ids=self._loaded.stop_ids,
-        )

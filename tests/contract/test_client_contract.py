@@ -15,7 +15,8 @@ from kvkeep_client.fields import Fields
 from kvkeep_client.models import read_answer, read_context, read_page
 from kvkeep_service.api.answer_views import AnswerView
 from kvkeep_service.api.errors import CATALOGUE
-from kvkeep_service.api.schemas import ContextCreate, ContextPatch, Query
+from kvkeep_service.api.query_schemas import Query
+from kvkeep_service.api.schemas import ContextCreate, ContextPatch
 from kvkeep_service.api.views import ContextList, ContextView
 
 from ..unit.client.stand_in import StandIn, answer_object, context_object

@@ -14,6 +14,7 @@ from kvkeep_service.errors import (
     DocumentTooLong,
     Overloaded,
     QuestionTooLong,
+    SessionGone,
     TemplateChangesPrefix,
 )
 from kvkeep_service.ports import (
@@ -28,7 +29,9 @@ from kvkeep_service.ports import (
     Prepared,
     QueryRequest,
     QueryTimings,
+    TokenChance,
     TokenEvent,
+    TokenLogprob,
     WorkerStats,
 )
 from kvkeep_service.stores import Stores
@@ -42,6 +45,8 @@ from kvkeep_storage.manifest import ManifestFacts
 MAX_DOCUMENT_TOKENS = 1000
 SURROUNDING_TOKENS = 7
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3)
+CONTINUED = "ans_01K9Z3V5J8Q6W2E4R7T1Y0N5PX"
+"""The one answer that can be continued."""
 PIECES = ("It ends ", "on 31 March", " 2029 — ", "🙂", ".")
 
 MODEL = ModelInfo(
@@ -71,8 +76,10 @@ class ScriptedWorker:
         self.alive = True
         self.running = 0
         self.closed = 0
-        self.last_request: QueryRequest | None = None
+        self.last_requests: tuple[QueryRequest, ...] = ()
         self.dropped: list[tuple[str, str]] = []
+        self.conversing: list[tuple[str, str]] = []
+        self.forgotten: list[tuple[str, str]] = []
         self.held: list[tuple[str, str]] = []
         self.prefetched: list[tuple[str, str, float]] = []
         self.fail_next_build = False
@@ -106,15 +113,23 @@ class ScriptedWorker:
             fingerprint=fingerprint,
         )
 
-    async def query(self, request: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent, None]:
-        self.last_request = request
+    async def query(
+        self, *requests: QueryRequest
+    ) -> AsyncGenerator[TokenEvent | AnswerEvent, None]:
+        self.last_requests = requests
         self.running += 1
         try:
-            _refuse(request.question)
+            for request in requests:
+                _refuse(request.question)
+                if request.session is not None and request.session != CONTINUED:
+                    raise SessionGone(request.session, "expired")
             for index, piece in enumerate(PIECES):
-                yield TokenEvent(piece, index)
-                await _misbehave(request.question, index)
-            yield _answer(request)
+                # The last one is the first, so that order is somebody's work.
+                for place in reversed(range(len(requests))):
+                    yield TokenEvent(piece, index, place)
+                    await _misbehave(requests[place].question, index)
+            for place in reversed(range(len(requests))):
+                yield _answer(requests[place], place)
         finally:
             self.running -= 1
             self.closed += 1
@@ -126,6 +141,12 @@ class ScriptedWorker:
 
     async def drop(self, tenant: str, cache_id: str) -> None:
         self.dropped.append((tenant, cache_id))
+
+    async def forget(self, tenant: str, context_id: str) -> None:
+        self.forgotten.append((tenant, context_id))
+
+    def conversations(self) -> list[tuple[str, str]]:
+        return [key for key in self.conversing if key not in self.forgotten]
 
     def resident(self) -> list[tuple[str, str]]:
         return [key for key in self.held if key not in self.dropped]
@@ -263,8 +284,11 @@ async def _misbehave(question: str, index: int) -> None:
         raise ObjectsUnavailable("read", "kv-00.safetensors: no answer")
 
 
-def _answer(request: QueryRequest) -> AnswerEvent:
+def _answer(request: QueryRequest, place: int) -> AnswerEvent:
     ids = tuple(range(len(PIECES))) if request.return_token_ids else None
+    top = request.top_logprobs
+    chances = [TokenChance(number, piece, -0.5 - number) for number, piece in enumerate(PIECES)]
+    tokens = tuple(TokenLogprob(chance, tuple(chances[:top])) for chance in chances)
     return AnswerEvent(
         text="".join(PIECES),
         finish_reason="stop",
@@ -275,4 +299,6 @@ def _answer(request: QueryRequest) -> AnswerEvent:
         timings=QueryTimings(1.0, 2.0, "resident", 3.0, 6.0, 70.0),
         prompt_token_ids=None if ids is None else tuple(range(48)),
         token_ids=ids,
+        logprobs=None if top is None else tokens,
+        question=place,
     )

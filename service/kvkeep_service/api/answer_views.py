@@ -1,25 +1,34 @@
 """What goes out over HTTP of an answer: its pieces and the whole."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from kvkeep_service.api.views import CONTEXT_EXAMPLE, Time, View, utc
-from kvkeep_service.ports import AnswerEvent, CacheSource, FinishReason, QueryTimings
+from kvkeep_service.ports import (
+    AnswerEvent,
+    CacheSource,
+    FinishReason,
+    QueryTimings,
+    TokenChance,
+    TokenLogprob,
+)
+
+_ON_DEMAND: Final = ("prompt_token_ids", "token_ids", "logprobs")
 
 
 class CachedTokens(View):
     """Tokens that were not read again."""
 
     cached_tokens: int
-    """Tokens of the prompt that came from the cache."""
+    """Tokens of the prompt that came from the cache, or from earlier turns of a session."""
 
 
 class Usage(View):
     """Tokens of one answer, named as in the OpenAI API."""
 
     prompt_tokens: int
-    """Tokens of document and question together."""
+    """Tokens of document, earlier turns and question together."""
     completion_tokens: int
     """Tokens of the answer."""
     total_tokens: int
@@ -57,8 +66,31 @@ class TimingsView(View):
         )
 
 
+class TokenChanceView(View):
+    """A token, and how likely it was."""
+
+    token: str
+    """Its text by itself; a part of a character shows as U+FFFD."""
+    token_id: int
+    """Its number, which names it exactly."""
+    logprob: float
+    """Natural logarithm of its probability, before temperature, top_p and top_k."""
+
+    @classmethod
+    def of(cls, chance: TokenChance) -> "TokenChanceView":
+        """Show a token."""
+        return cls(token=chance.text, token_id=chance.token_id, logprob=chance.logprob)
+
+
+class TokenLogprobView(TokenChanceView):
+    """A token of the answer, and what could have stood in its place."""
+
+    top_logprobs: list[TokenChanceView]
+    """The likeliest tokens in its place, the likeliest first; as many as were asked for."""
+
+
 class AnswerView(View):
-    """One answer. The two lists of token ids are there only when they were asked for."""
+    """One answer. Token ids and logprobs are there only when they were asked for."""
 
     id: str = Field(examples=["ans_01K9Z3V5J8Q6W2E4R7T1Y0N5PX"])
     """Names the answer: `ans_` and 26 characters."""
@@ -84,6 +116,8 @@ class AnswerView(View):
     """Exactly what the model saw; there only with return_token_ids."""
     token_ids: list[int] | None = None
     """The tokens of the answer; there only with return_token_ids."""
+    logprobs: list[TokenLogprobView] | None = None
+    """Of each token of the answer, the one that ended it included; there only with logprobs."""
 
     @classmethod
     def of(
@@ -107,23 +141,56 @@ class AnswerView(View):
             ratio=answer.ratio,
             prompt_token_ids=_ids(answer.prompt_token_ids),
             token_ids=_ids(answer.token_ids),
+            logprobs=_logprobs(answer.logprobs),
         )
 
     def to_json(self) -> str:
         """Render, without the lists nobody asked for."""
-        unasked = {
-            name for name in ("prompt_token_ids", "token_ids") if getattr(self, name) is None
-        }
+        unasked = {name for name in _ON_DEMAND if getattr(self, name) is None}
         return self.model_dump_json(exclude=unasked)
 
 
+class AnswerList(View):
+    """The answers to several questions, in the order of the questions."""
+
+    object: Literal["list"] = "list"
+    """Always "list"."""
+    data: list[AnswerView]
+    """One answer for each question."""
+
+    def to_json(self) -> str:
+        """Render, without the lists nobody asked for."""
+        answers = ",".join(answer.to_json() for answer in self.data)
+        return f'{{"object":"list","data":[{answers}]}}'
+
+
 class TokenView(View):
-    """A piece of an answer; the joined pieces are the whole."""
+    """A piece of an answer; the joined pieces of one question are its whole answer."""
 
     text: str
     """Whole characters of the answer."""
     index: int
-    """Number of the piece, counted from 0."""
+    """Number of the piece, counted from 0 for each question."""
+    question: int | None = None
+    """With questions: the number of the question that is answered, counted from 0."""
+
+    def to_json(self) -> str:
+        """Render, without ``question`` where there is one only."""
+        return self.model_dump_json(exclude_none=True)
+
+
+def _logprobs(tokens: tuple[TokenLogprob, ...] | None) -> list[TokenLogprobView] | None:
+    if tokens is None:
+        return None
+    return [
+        TokenLogprobView(
+            token=token.chosen.text,
+            token_id=token.chosen.token_id,
+            logprob=token.chosen.logprob,
+            top_logprobs=[TokenChanceView.of(chance) for chance in token.top],
+        )
+        for token in tokens
+    ]
 
 
 def _ids(ids: tuple[int, ...] | None) -> list[int] | None:

@@ -70,6 +70,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "cache_incompatible": Entry(409, "The stored cache is of another version"),
     "document_corrupt": Entry(409, "The stored document is damaged"),
     "context_expired": Entry(410, "The context has expired"),
+    "session_gone": Entry(410, "The answer cannot be continued"),
     "gone": Entry(410, "It has expired"),
     "quota_exceeded": Entry(429, "The quota does not allow this"),
     "internal": Entry(500, "Something went wrong here"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
-from kvkeep_service.api.schemas import WAIT_SECONDS_MAX
+from kvkeep_service.api.strict import WAIT_SECONDS_MAX
 from kvkeep_service.errors import InvalidEncoding, InvalidRequest, UnsupportedMediaType
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.ports import Worker

@@ -7,15 +7,15 @@ and otherwise refused by name, never ignored. ``ratio`` is the fraction of KV pa
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field
 
 from kvkeep_service.api.compression_schemas import Compression
-from kvkeep_service.api.strict import Body, Strict, only
+from kvkeep_service.api.query_schemas import Message
+from kvkeep_service.api.strict import WAIT_SECONDS_MAX, Body, Strict, only
 from kvkeep_service.errors import EmptyDocument, InvalidRequest
 from kvkeep_service.ports import DocumentSpec, Span
 from kvkeep_storage.records import Expiry
 
-WAIT_SECONDS_MAX: Final = 300
 TEN_YEARS_SECONDS: Final = 10 * 365 * 86400
 
 Metadata = Annotated[
@@ -32,15 +32,6 @@ class NamedText(Strict):
     """What this document is called, 1 to 256 characters; the model reads it above the text."""
     text: str
     """The text of this document."""
-
-
-class Message(Strict):
-    """A turn of a conversation."""
-
-    role: str
-    """Who speaks; messages are not supported yet."""
-    content: str
-    """What is said; messages are not supported yet."""
 
 
 class ProtectedSpan(Strict):
@@ -149,65 +140,6 @@ class ContextPatch(Body):
     """Replaces all metadata: at most 16 pairs, keys of 1 to 64 characters, values up to 512."""
     expires_after: ExpiresAfter | None = None
     """When the context expires. null: never; left out: as it was."""
-
-
-class Query(Body):
-    """Ask one question."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"question": "When does the agreement end?", "max_tokens": 64}]
-        }
-    )
-
-    question: str | None = None
-    """The question, not empty and not only white space."""
-    questions: Annotated[list[str] | None, only(None)] = None
-    """Several questions at once; not supported yet: only null is accepted."""
-    messages: Annotated[list[Message] | None, only(None)] = None
-    """A conversation; not supported yet: only null is accepted."""
-    system: str | None = None
-    """Extra system text for this question alone, read after the document. null: none."""
-    ratio: float | None = None
-    """One of the context's ratios_available, below 0.15 only with allow_lossy. null: its own."""
-    min_ratio: float | None = None
-    """Least of ratios_available that will do where ratio is not in memory yet. null: no less."""
-    allow_lossy: bool = False
-    """Whether a ratio below 0.15, at which answers suffer, is meant."""
-    max_tokens: int = Field(256, ge=1, le=1_000_000)
-    """Most tokens of the answer, 1 to 1000000; fewer when the model has fewer positions left."""
-    temperature: float = Field(0.0, ge=0, le=2)
-    """How much chance there is in the answer, 0 to 2; 0 always takes the likeliest token."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens of this joint probability, above 0 to 1; 1: all."""
-    top_k: int = Field(0, ge=0, le=1_000_000)
-    """Sample from this many likeliest tokens, 0 to 1000000; 0: all."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    """Makes chance repeatable, 0 to 2^63-1. null: another one each time."""
-    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
-        default_factory=list, max_length=8
-    )
-    """At most 8 texts of 1 to 256 characters; the answer ends before the first that appears."""
-    logprobs: Annotated[bool, only(False)] = False
-    """Probabilities of the tokens; not supported yet: only false is accepted."""
-    return_token_ids: bool = False
-    """Whether the answer carries prompt_token_ids and token_ids."""
-    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=16)
-    """At most 16 arguments of the chat template; they may not change what precedes the question."""
-    stream: bool = False
-    """Whether the answer comes as server-sent events while it is written."""
-    session: Annotated[str | None, only(None)] = None
-    """An earlier answer to continue from; not supported yet: only null is accepted."""
-    fork: Annotated[bool, only(False)] = False
-    """Whether to leave the session as it is; not supported yet: only false is accepted."""
-    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX)
-    """Most seconds to hold the request until the context is ready, 0 to 300; as `?wait=`."""
-
-    def asked(self) -> str:
-        """Return the question. Raises: InvalidRequest, when there is none."""
-        if self.question is None or not self.question.strip():
-            raise InvalidRequest("question", "must not be empty or only white space")
-        return self.question
 
 
 def expiry(after: ExpiresAfter | None) -> Expiry | None:

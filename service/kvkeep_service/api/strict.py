@@ -21,6 +21,9 @@ from kvkeep_service.errors import InvalidEncoding, InvalidRequest
 
 T = TypeVar("T")
 
+WAIT_SECONDS_MAX: Final = 300
+"""The longest that a request may be held until its context is ready."""
+
 # More than any document of many parts and spans needs; each value costs time on the event loop.
 _VALUES_MAX: Final = 50_000
 _REFUSALS_MAX: Final = 20

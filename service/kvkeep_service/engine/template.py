@@ -13,20 +13,21 @@ leaves added tokens such as ``<tool_call>`` alive in ordinary pieces.
 
 import hashlib
 import inspect
-import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+from kvkeep_service.engine.conversation import SEPARATOR, marked_text, unrendered
+from kvkeep_service.engine.marks import ControlTokens, hole, parts
 from kvkeep_service.errors import InvalidRequest, TemplateChangesPrefix
+from kvkeep_service.ports import Turn
 from kvkeep_service.start_errors import ModelUnsupported
 
-# Private-use characters: no template writes them, and user text is cleared of them.
-_MARK_START, _MARK_END = "\U000f0000", "\U000f0001"
-_DOCUMENT, _QUESTION = "\U000f0002document\U000f0003", "\U000f0002question\U000f0003"
-_SEPARATOR = "\n\n"
-_PRIVATE = re.compile("[\U000f0000-\U000f0003]")
+_DOCUMENT, _QUESTION = hole("document"), hole("question")
+_ANY_SYSTEM = "Some system text."
 
 
 class Piece(NamedTuple):
@@ -61,13 +62,13 @@ class ChatTemplate:
         self._model = model
         # The set has no public accessor in transformers 5.24.
         control = tokenizer._get_control_tokens(tokenizer.chat_template)
-        longest_first = sorted(control, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._control = ControlTokens(control)
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(list(control)))
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
         # A template keyword may not be one of the renderer's own, such as another template.
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        self._takes_system = False
         # Tokenising sets state on the shared backend, and is called from several threads.
         self._lock = threading.Lock()
         self._probe()
@@ -85,8 +86,7 @@ class ChatTemplate:
 
         Tokenising takes seconds for megabytes, and a text far over the limit needs no count.
         """
-        marked = sum(1 for _ in self._control.finditer(text))
-        return max(marked, len(text) // self._longest_token)
+        return max(self._control.count(text), len(text) // self._longest_token)
 
     def frame(
         self,
@@ -98,7 +98,7 @@ class ChatTemplate:
 
         Raises: InvalidRequest, when the template fails or loses a sentinel.
         """
-        before = f"{self._marked(instructions)}{_SEPARATOR}" if instructions else ""
+        before = f"{self._control.marked(instructions)}{SEPARATOR}" if instructions else ""
         rendered = self._render(system, f"{before}{_DOCUMENT}{_QUESTION}", arguments)
         prefix, found, rest = rendered.partition(_DOCUMENT)
         between, asked, suffix = rest.partition(_QUESTION)
@@ -115,47 +115,78 @@ class ChatTemplate:
 
     def document_piece(self, text: str) -> Piece:
         """Tokenise a document as plain text, with the characters that each token covers."""
-        return self._encode(self._marked(text), at_start=False)
+        return self._encode(self._control.marked(text), at_start=False)
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of a plain text that follows other text, without control tokens."""
-        return self._encode(self._marked(text), at_start=False).ids
+        return self._encode(self._control.marked(text), at_start=False).ids
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, for people: a part of a character shows as U+FFFD."""
+        return str(self._tokenizer.decode([token_id]))
 
     def turn_end_ids(self) -> list[int]:
         """End of the user's turn and the assistant's header, as the template writes them."""
         return self._encode(self.frame().suffix, at_start=False).ids
 
-    def question_ids(
-        self, question: str, system: str | None, arguments: Mapping[str, object]
-    ) -> list[int]:
-        """Token ids of the suffix: separator, extra system text, question, end of turn.
+    def asked_ids(self, turns: Sequence[Turn], arguments: Mapping[str, object]) -> list[int]:
+        """Token ids of all that follows the document: turns, and the header of an answer.
 
+        The first turn ends the message of the user that the document begins; the last is the
+        user's too. The text is that of a rendering of the whole conversation in one go.
         Raises: TemplateChangesPrefix, when ``arguments`` would change what the document was
-            read under.
+            read under; InvalidRequest, when the template does not let these turns follow it.
         """
-        frame = self.frame(arguments=arguments)
-        if arguments and frame.prefix != self.frame().prefix:
+        if arguments and self.frame(arguments=arguments).prefix != self.frame().prefix:
             raise TemplateChangesPrefix(", ".join(sorted(arguments)))
-        parts = [part for part in (system, question) if part]
-        asked = "".join(f"{_SEPARATOR}{self._marked(part)}" for part in parts)
-        return self._encode(f"{asked}{frame.suffix}", at_start=False).ids
+        text = marked_text(partial(self._following, arguments), self._control, turns)
+        return self._encode(text, at_start=False).ids
+
+    def _following(self, arguments: Mapping[str, object], turns: Sequence[Turn]) -> str:
+        """Render turns behind a document. Raises: InvalidRequest, as ``asked_ids``."""
+        after = self._around_document(None, arguments, turns)
+        # The document may have been read under a system text, which some templates write
+        # elsewhere as a conversation goes on: its prefix would not be the stored one.
+        if (
+            len(turns) > 1
+            and self._takes_system
+            and self._around_document(_ANY_SYSTEM, arguments, turns) != after
+        ):
+            raise unrendered(turns)
+        return after
+
+    def _around_document(
+        self, system: str | None, arguments: Mapping[str, object], turns: Sequence[Turn]
+    ) -> str:
+        """What follows the document in a rendering, whose prefix must be that of a document."""
+        begun = f"{_DOCUMENT}{SEPARATOR}{turns[0].text}"
+        rendered = self._render(system, begun, arguments, turns[1:])
+        prefix, found, after = rendered.partition(_DOCUMENT)
+        if not found or _DOCUMENT in after or prefix != self.frame(system, None, arguments).prefix:
+            raise unrendered(turns)
+        return after
 
     def _render(
-        self, system: str | None, content: str, arguments: Mapping[str, object] | None
+        self,
+        system: str | None,
+        content: str,
+        arguments: Mapping[str, object] | None,
+        later: Sequence[Turn] = (),
     ) -> str:
         for name in arguments or {}:
             if name in self._reserved:
                 raise InvalidRequest(f"chat_template_kwargs.{name}", "is not a template keyword")
         messages = [{"role": "user", "content": content}]
+        messages += [{"role": turn.role, "content": turn.text} for turn in later]
         if system:
-            messages.insert(0, {"role": "system", "content": self._marked(system)})
+            messages.insert(0, {"role": "system", "content": self._control.marked(system)})
         try:
             rendered = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **(arguments or {})
             )
         # A template is a program: it may raise anything, and what it raises is about its input.
         except Exception as error:
-            field = "chat_template_kwargs" if arguments else "system"
+            field = "messages" if later else "chat_template_kwargs" if arguments else "system"
             raise InvalidRequest(field, f"the chat template refuses it: {error}") from error
         return str(rendered)
 
@@ -166,21 +197,18 @@ class ChatTemplate:
             frame = self.frame()
         except InvalidRequest as error:
             raise ModelUnsupported(self._model, error.reason) from error
-        whole = self._render(None, f"{document}{_SEPARATOR}{question}", None)
-        if whole != f"{frame.prefix}{document}{_SEPARATOR}{question}{frame.suffix}":
+        whole = self._render(None, f"{document}{SEPARATOR}{question}", None)
+        if whole != f"{frame.prefix}{document}{SEPARATOR}{question}{frame.suffix}":
             raise ModelUnsupported(self._model, "its chat template changes the text it is given")
-
-    def _marked(self, text: str) -> str:
-        """User text with our private characters dropped and control tokens marked."""
-        cleared = _PRIVATE.sub(" ", text)
-        return self._control.sub(f"{_MARK_START}\\g<0>{_MARK_END}", cleared)
+        with suppress(InvalidRequest):
+            self._takes_system = _ANY_SYSTEM in self.frame(_ANY_SYSTEM).prefix
 
     def _encode(self, marked: str, *, at_start: bool) -> Piece:
         """Encode marked text; offsets count characters of the text without the marks."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         consumed = 0
-        for index, part in enumerate(re.split(f"{_MARK_START}(.*?){_MARK_END}", marked)):
+        for index, part in enumerate(parts(marked)):
             if not part:
                 continue
             as_text = index % 2 == 1

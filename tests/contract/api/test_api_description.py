@@ -16,13 +16,6 @@ REFUSED = {
         "neighbours": "0",
         "max_loss": "null",
     },
-    "Query": {
-        "questions": "null",
-        "messages": "null",
-        "logprobs": "false",
-        "session": "null",
-        "fork": "false",
-    },
 }
 
 

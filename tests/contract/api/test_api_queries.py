@@ -74,7 +74,7 @@ def test_an_answer_has_the_members_of_the_contract(ask: Ask, context: dict[str, 
 
 
 def test_every_option_reaches_the_worker(api: ApiServer, ask: Ask, context: dict[str, Any]) -> None:
-    ask(
+    answer = ask(
         system="Be brief.",
         ratio=0.2,
         min_ratio=0.15,
@@ -84,11 +84,15 @@ def test_every_option_reaches_the_worker(api: ApiServer, ask: Ask, context: dict
         top_k=5,
         seed=3,
         stop=["\n", "END"],
+        logprobs=True,
+        top_logprobs=2,
         return_token_ids=True,
         chat_template_kwargs={"enable_thinking": False, "nested": {"a": [1, None]}},
     )
     cache_id = api.run(api.registry.context("default", context["id"])).cache_id
-    assert api.worker.last_request == QueryRequest(
+    (request,) = api.worker.last_requests
+    assert request.answer_id == answer.json()["id"]
+    assert request == QueryRequest(
         tenant="default",
         context_id=context["id"],
         cache_id=cache_id,
@@ -104,6 +108,8 @@ def test_every_option_reaches_the_worker(api: ApiServer, ask: Ask, context: dict
         stop=("\n", "END"),
         return_token_ids=True,
         chat_template_kwargs={"enable_thinking": False, "nested": {"a": [1, None]}},
+        answer_id=request.answer_id,
+        top_logprobs=2,
     )
 
 

@@ -16,6 +16,7 @@ from kvkeep_service.ports import (
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registration import Registration
 from kvkeep_service.registry import Registry
+from kvkeep_service.sessions import Sessions
 from kvkeep_service.stores import Stores
 from kvkeep_service.worker import LocalWorker
 
@@ -93,7 +94,11 @@ async def serving(
     jobs = WatchedJobs(stores.metadata)
     stores = replace(stores, jobs=jobs)
     loaded, model = gated(tiny)
-    settings = {"max_queue": 64, "resident_bytes": 2**30} | options
+    settings = {
+        "max_queue": 64,
+        "resident_bytes": 2**30,
+        "sessions": Sessions(2**30, 3600),
+    } | options
     worker = LocalWorker(
         loaded, stores, Recovery(stores, rebuilds=rebuilds), owner="worker", **settings
     )

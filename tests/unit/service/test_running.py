@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
-from kvkeep_service.ports import QueryRequest
+from kvkeep_service.ports import QueryRequest, TokenEvent
 from kvkeep_service.residency import Pinned
-from kvkeep_service.running import RunningQuery
+from kvkeep_service.running import RunningQuery, run
 
 from .engine.gated import PATIENCE_SECONDS, WORDS, GatedModel, sequence
 from .engine.models import VOCABULARY, engine_model, random_document, run_build, stock_model
@@ -52,8 +52,8 @@ async def test_pieces_come_in_order_and_are_the_answer(
     scheduler: Scheduler, asked: Sequence, context: ResidentContext
 ) -> None:
     running = RunningQuery(asked, received_at=time.perf_counter())
-    events = [event async for event in running.events(scheduler)]
-    answer = running.answer(Pinned(context, 1.0, "store", 0.25), REQUEST, None)
+    events = [event async for event in _events(running, scheduler)]
+    answer = running.answer(Pinned(context, 1.0, "store", 0.25), REQUEST, None, str)
     assert [event.index for event in events] == list(range(len(events)))
     assert all(event.text for event in events)
     assert answer.text == "".join(event.text for event in events) == WORDS.decode(asked.generated)
@@ -70,13 +70,13 @@ async def test_token_ids_are_given_to_who_asks_for_them(
     scheduler: Scheduler, asked: Sequence, context: ResidentContext
 ) -> None:
     running = RunningQuery(asked, received_at=time.perf_counter())
-    async for _ in running.events(scheduler):
+    async for _ in _events(running, scheduler):
         pass
     request = replace(REQUEST, return_token_ids=True)
-    answer = running.answer(Pinned(context, 1.0, "resident", 0.0), request, [50, 60])
+    answer = running.answer(Pinned(context, 1.0, "resident", 0.0), request, [50, 60], str)
     assert answer.token_ids == tuple(asked.generated)
     assert answer.prompt_token_ids == (50, 60, 1, 2, 3)
-    without = running.answer(Pinned(context, 1.0, "resident", 0.0), request, None)
+    without = running.answer(Pinned(context, 1.0, "resident", 0.0), request, None, str)
     assert (without.token_ids, without.prompt_token_ids) == (answer.token_ids, None)
 
 
@@ -85,9 +85,12 @@ async def test_an_answer_of_one_token_has_no_rate(
 ) -> None:
     one = sequence(model, context.view(1.0), [1], SequenceOptions(1))
     running = RunningQuery(one, received_at=time.perf_counter())
-    async for _ in running.events(scheduler):
+    async for _ in _events(running, scheduler):
         pass
-    assert running.answer(Pinned(context, 1.0, "store", 0), REQUEST, None).timings.decode_tps == 0.0
+    assert (
+        running.answer(Pinned(context, 1.0, "store", 0), REQUEST, None, str).timings.decode_tps
+        == 0.0
+    )
 
 
 async def test_closing_the_iterator_ends_the_sequence_within_one_token(
@@ -96,7 +99,7 @@ async def test_closing_the_iterator_ends_the_sequence_within_one_token(
     long = sequence(model, context.view(1.0), [1], SequenceOptions(1000))
     model.hold_after(4)
     running = RunningQuery(long, received_at=0.0)
-    async with aclosing(running.events(scheduler)) as events:
+    async with aclosing(_events(running, scheduler)) as events:
         await anext(events)
         await asyncio.to_thread(model.wait_until_held)
     model.release()
@@ -112,7 +115,7 @@ async def test_cancelling_the_reader_ends_the_sequence_too(
 
     async def read() -> None:
         running = RunningQuery(long, received_at=0.0)
-        async with aclosing(running.events(scheduler)) as events:
+        async with aclosing(_events(running, scheduler)) as events:
             async for _ in events:
                 pass
 
@@ -130,7 +133,7 @@ async def test_what_ends_the_sequence_in_the_engine_reaches_the_reader(
 ) -> None:
     bad = sequence(model, context.view(1.0), [VOCABULARY + 1], SequenceOptions(2))
     with pytest.raises(IndexError):
-        async for _ in RunningQuery(bad, received_at=0.0).events(scheduler):
+        async for _ in _events(RunningQuery(bad, received_at=0.0), scheduler):
             pass
 
 
@@ -141,7 +144,7 @@ async def test_a_reader_is_told_when_the_engine_stops(
     scheduler.start()
     model.hold_after(2)
     long = sequence(model, context.view(1.0), [1], SequenceOptions(1000))
-    events = RunningQuery(long, received_at=0.0).events(scheduler)
+    events = _events(RunningQuery(long, received_at=0.0), scheduler)
     await anext(events)
     assert not scheduler.stop(deadline_seconds=0)
     model.release()
@@ -163,7 +166,7 @@ async def test_a_refused_query_says_so_at_once(
         queries.append(asyncio.create_task(_read(running, scheduler)))
         await asyncio.to_thread(model.wait_until_held)
     with pytest.raises(Overloaded):
-        await anext(RunningQuery(asked, received_at=0.0).events(scheduler))
+        await anext(_events(RunningQuery(asked, received_at=0.0), scheduler))
     model.release()
     assert [len(await query) for query in queries] == [1, 1]
 
@@ -175,7 +178,7 @@ def test_news_for_a_loop_that_was_closed_does_not_harm_the_engine(
 
     async def begin_and_leave() -> None:
         long = sequence(model, context.view(1.0), [1], SequenceOptions(5))
-        events = RunningQuery(long, received_at=0.0).events(scheduler)
+        events = _events(RunningQuery(long, received_at=0.0), scheduler)
         await anext(events)
         await asyncio.to_thread(model.wait_until_held)
         # Left open: its loop ends first, as in a process that is told to end at once.
@@ -190,8 +193,16 @@ def test_news_for_a_loop_that_was_closed_does_not_harm_the_engine(
     assert scheduler.stats().is_alive
 
 
+async def _events(query: RunningQuery, scheduler: Scheduler) -> AsyncGenerator[TokenEvent]:
+    """What comes of a query that is asked alone."""
+    async with aclosing(run([query], scheduler)) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                yield event
+
+
 async def _read(running: RunningQuery, scheduler: Scheduler) -> list[str]:
-    return [event.text async for event in running.events(scheduler)]
+    return [event.text async for event in _events(running, scheduler)]
 
 
 async def _one_more_query(

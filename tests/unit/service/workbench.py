@@ -17,6 +17,7 @@ from kvkeep_service.recovery import Recovery
 from kvkeep_service.registration import Registration
 from kvkeep_service.registry import Registry
 from kvkeep_service.residency import Residency
+from kvkeep_service.sessions import Sessions
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
 from kvkeep_service.worker import LocalWorker
@@ -157,6 +158,7 @@ async def workbench(stores: Stores, tiny: LoadedModel) -> AsyncIterator[Workbenc
         owner="front",
         max_queue=1,
         resident_bytes=0,
+        sessions=Sessions(0, 60),
     )
     registry = Registry(stores, worker)
     builder = Builder(stores, planner, model, scheduler, residency, owner="builder")

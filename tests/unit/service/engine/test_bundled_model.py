@@ -18,6 +18,7 @@ from kvkeep_service.engine.decode import (
 from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
+from kvkeep_service.ports import Turn
 from kvkeep_service.start_errors import ModelUnavailable, ModelUnsupported
 
 from .models import run_build, tiny_config
@@ -58,7 +59,7 @@ def test_greedy_tokens_at_ratio_1_equal_transformers_generate(bundled: LoadedMod
 
     tokens = document(bundled, 500)
     built = built_with(bundled, tokens, "local", 512)
-    question = bundled.template.question_ids("What did Alice see?", None, {})
+    question = bundled.template.asked_ids([Turn("user", "What did Alice see?")], {})
     sequence = Sequence(
         bundled.language_model,
         built.context.view(1.0),

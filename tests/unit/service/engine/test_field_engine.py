@@ -10,6 +10,7 @@ from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.decode import SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.template import ChatTemplate
+from kvkeep_service.ports import Turn
 
 from .gated import RATIOS, answer_alone, sequence
 
@@ -38,7 +39,7 @@ def test_field_38_a_bos_stands_only_where_the_template_writes_one(
     ids = [
         *template.prefix_ids(template.frame("Be brief.").prefix),
         *template.document_piece("Rent is due on the first.").ids,
-        *template.question_ids("When is rent due?", "Answer in French.", {}),
+        *template.asked_ids([Turn("user", "Answer in French.\n\nWhen is rent due?")], {}),
     ]
     assert ids.count(0) == 1
     assert ids[0] == 0

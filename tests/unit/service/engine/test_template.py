@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from kvkeep_service.engine.conversation import with_system
 from kvkeep_service.engine.template import ChatTemplate
 from kvkeep_service.errors import InvalidRequest, TemplateChangesPrefix
+from kvkeep_service.ports import Turn
 from kvkeep_service.start_errors import ModelUnsupported
 
 DOCUMENT = (
@@ -50,7 +52,7 @@ def test_ids_of_user_text_equal_transformers_own_sanitising(
     ours = [
         *template.prefix_ids(template.frame().prefix),
         *template.document_piece("Rent is due.").ids,
-        *template.question_ids(asked, None, {}),
+        *template.asked_ids([Turn("user", asked)], {}),
     ]
     assert ours == expected
 
@@ -74,7 +76,7 @@ def test_offsets_name_the_characters_of_every_token(template: ChatTemplate) -> N
 def test_extra_system_text_of_a_query_stands_before_the_question(
     tokenizer: Any, template: ChatTemplate
 ) -> None:
-    ids = template.question_ids("Why?", "Answer in French.", {})
+    ids = template.asked_ids(with_system([Turn("user", "Why?")], "Answer in French."), {})
     assert tokenizer.decode(ids).startswith("\n\nAnswer in French.\n\nWhy?<|im_end|>")
 
 
@@ -102,15 +104,15 @@ KEYWORDS = (
 def test_a_keyword_that_changes_the_prefix_is_refused(tokenizer: Any) -> None:
     with _Template(tokenizer, KEYWORDS) as changed:
         template = ChatTemplate(changed, model="m")
-        assert template.question_ids("q", None, {"think": True})
+        assert template.asked_ids([Turn("user", "q")], {"think": True})
         with pytest.raises(TemplateChangesPrefix):
-            template.question_ids("q", None, {"deep": True})
+            template.asked_ids([Turn("user", "q")], {"deep": True})
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "add_generation_prompt", "tools"])
 def test_a_keyword_of_the_renderer_itself_is_refused(template: ChatTemplate, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"chat_template_kwargs.{name}"):
-        template.question_ids("q", None, {name: "x"})
+        template.asked_ids([Turn("user", "q")], {name: "x"})
 
 
 @pytest.mark.parametrize(
