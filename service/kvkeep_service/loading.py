@@ -21,6 +21,7 @@ from kvkeep_storage.errors import Invalid, NotFound
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
 from kvkeep_storage.manifest import Manifest
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.sources import Origin, Source
 
 
@@ -93,9 +94,11 @@ class _Metered:
     async def size(self, key: str) -> int:
         return await self._inner.size(key)
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
-        await self._inner.read_ranges(key, start, into)
-        self.read_bytes += sum(len(piece) for piece in into)
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
+        await self._inner.read_ranges(key, start, into, on_filled)
+        self.read_bytes += sum(map(len, into))
 
     async def forget(self, prefix: str) -> None:
         # Whatever is read from here on comes from the store.

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvkeep_storage.pieces import Filled
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -54,8 +56,13 @@ class Backend(Protocol):
         """Read an object whole."""
         ...
 
-    async def read(self, key: str, start: int, into: Sequence[memoryview]) -> None:
-        """Fill buffers, one after the other, from ``start`` on. Modifies: ``into``."""
+    async def read(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
+        """Fill buffers, one after the other, from ``start`` on. Modifies: ``into``.
+
+        ``on_filled`` hears of every piece, in a helper thread, right after it was filled.
+        """
         ...
 
     async def size(self, key: str) -> int:

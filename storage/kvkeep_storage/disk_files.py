@@ -19,6 +19,7 @@ from kvkeep_storage.disk_budget import STORE_PREFIX, DiskBudget
 from kvkeep_storage.disk_parts import Descriptor, is_open_at, is_part, lock_part, part_of
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.records import check_name
 
 # A directory can vanish between making it and using it; each lost race costs one round.
@@ -42,14 +43,14 @@ class Part:
                 count = os.pwrite(number, content, offset)
                 content, offset = content[count:], offset + count
 
-    def read(self, into: Sequence[memoryview], offset: int) -> bool:
+    def read(self, into: Sequence[memoryview], offset: int, on_filled: Filled | None) -> bool:
         """Read what was written before; False when the part is closed.
 
         Modifies: ``into``. Raises: EOFError, OSError.
         """
         try:
             with self.descriptor.used() as number:
-                durable.read_descriptor(number, into, offset)
+                durable.read_descriptor(number, into, offset, on_filled)
         except OSError as error:
             if error.errno == errno.EBADF:
                 return False
@@ -89,14 +90,16 @@ class DiskFiles:
             return None
         return content
 
-    def read(self, key: str, start: int, into: Sequence[memoryview]) -> bool:
+    def read(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None
+    ) -> bool:
         """Fill buffers from a copy; False when there is none, and then nothing was written.
 
         Modifies: ``into``. Raises: EOFError when the copy ends too early.
         """
         path = self._path(key)
         try:
-            durable.read_scattered(path, into, start)
+            durable.read_scattered(path, into, start, on_filled)
         except FileNotFoundError:
             return False
         with suppress(FileNotFoundError):

@@ -13,6 +13,7 @@ from kvkeep_storage.artifact import RowBytes
 from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.disk_files import DiskFiles, Part
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled, scatter
 
 Result = TypeVar("Result")
 
@@ -118,7 +119,7 @@ class Fill:
             for arrival in self._arrivals:
                 arrival.set()
 
-    async def read(self, start: int, into: Sequence[memoryview]) -> bool:
+    async def read(self, start: int, into: Sequence[memoryview], on_filled: Filled | None) -> bool:
         """Fill buffers as soon as their bytes are here; False when they do not come this way.
 
         Modifies: ``into``, unless it returns False. Raises: OSError.
@@ -128,21 +129,24 @@ class Fill:
         end = start + sum(len(view) for view in into)
         if part is None or end > part.size_bytes:
             return False
-        for index, pieces in groupby(_pieces(start, into), key=lambda piece: piece.chunk):
+        for index, found in groupby(_in_chunks(start, into), key=lambda place: place.chunk):
             await self._arrivals[index].wait()
-            if not await self._read_chunk(part, index, list(pieces)):
+            if not await self._read_chunk(part, index, list(found), on_filled):
                 return False
         return True
 
-    async def _read_chunk(self, part: Part, index: int, pieces: "list[_Piece]") -> bool:
-        if index in self._in_memory:
+    async def _read_chunk(
+        self, part: Part, index: int, places: "list[_Place]", on_filled: Filled | None
+    ) -> bool:
+        start, into = places[0].start, [place.view for place in places]
+        if (chunk := self._in_memory.get(index)) is not None:
             # Not among those that wait for the disk.
-            await asyncio.to_thread(_copy, self._in_memory[index], pieces)
+            content = chunk[start - index * CHUNK_BYTES :].data
+            await asyncio.to_thread(scatter, content, into, start, on_filled)
             return True
         if index not in self._on_disk:
             return False
-        start = index * CHUNK_BYTES + pieces[0].offset
-        return await self._in_thread(part.read, [piece.view for piece in pieces], start)
+        return await self._in_thread(part.read, into, start, on_filled)
 
     async def _begin(self, size_bytes: int) -> Part | None:
         """None when there is no room, or another process has filled it, or hangs in that."""
@@ -188,27 +192,20 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A view that one chunk fills, from ``offset`` in the chunk on."""
+class _Place:
+    """A view that one chunk fills, from byte ``start`` of the object on."""
 
     chunk: int
-    offset: int
+    start: int
     view: memoryview
 
 
-def _pieces(start: int, into: Sequence[memoryview]) -> Iterator[_Piece]:
+def _in_chunks(start: int, into: Sequence[memoryview]) -> Iterator[_Place]:
     """Cut buffers where chunks end."""
     for buffer in into:
         rest = buffer
         while rest:
             index, offset = divmod(start, CHUNK_BYTES)
             view = rest[: CHUNK_BYTES - offset]
-            yield _Piece(index, offset, view)
+            yield _Place(index, start, view)
             start, rest = start + len(view), rest[len(view) :]
-
-
-def _copy(chunk: RowBytes, pieces: Sequence[_Piece]) -> None:
-    for piece in pieces:
-        # By numpy, which lets other threads run meanwhile.
-        place = np.frombuffer(piece.view, np.uint8)
-        np.copyto(place, chunk[piece.offset : piece.offset + len(place)])

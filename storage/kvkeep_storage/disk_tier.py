@@ -32,6 +32,7 @@ from kvkeep_storage.disk_health import DiskHealth
 from kvkeep_storage.errors import Invalid, ObjectsUnavailable, StorageError
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.records import check_name
 from kvkeep_storage.sources import Origin
 
@@ -148,12 +149,14 @@ class DiskTier:
         self._sizes[key] = size_bytes
         return size_bytes
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """As ``Source.read_ranges``; an object that is not here is fetched whole, once."""
         files = await self._files_for(key)
-        if files is not None and await self._read_near(files, key, start, into):
+        if files is not None and await self._read_near(files, key, start, into, on_filled):
             return
-        await self._objects.read_ranges(key, start, into)
+        await self._objects.read_ranges(key, start, into, on_filled)
 
     async def forget(self, prefix: str) -> None:
         """As ``Source.forget``: for ten minutes, this process reads it from the store alone."""
@@ -207,12 +210,17 @@ class DiskTier:
             await self._attempt(files.remove, prefix, is_write=True)
 
     async def _read_near(
-        self, files: DiskFiles, key: str, start: int, into: Sequence[memoryview]
+        self,
+        files: DiskFiles,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        on_filled: Filled | None,
     ) -> bool:
         """Read from the disk, or through it. False: ``into`` is to be filled elsewhere."""
         try:
             fill = self._fills.get(key)
-            if fill is None and await self._read_copy(files, key, start, into):
+            if fill is None and await self._read_copy(files, key, start, into, on_filled):
                 self._hits += 1
                 return True
             self._misses += 1
@@ -221,7 +229,9 @@ class DiskTier:
                 return False
             fill = fill or self._begin(files, key)
             # A fill that another process has finished meanwhile leaves a copy.
-            return await fill.read(start, into) or await self._read_copy(files, key, start, into)
+            return await fill.read(start, into, on_filled) or await self._read_copy(
+                files, key, start, into, on_filled
+            )
         except TimeoutError as error:
             self._health.has_failed(error, is_write=False)
             # A thread may still write into the buffers: they must not be filled again.
@@ -235,10 +245,15 @@ class DiskTier:
         return False
 
     async def _read_copy(
-        self, files: DiskFiles, key: str, start: int, into: Sequence[memoryview]
+        self,
+        files: DiskFiles,
+        key: str,
+        start: int,
+        into: Sequence[memoryview],
+        on_filled: Filled | None,
     ) -> bool:
         started = time.perf_counter()
-        found = await self._in_thread(files.read, key, start, into)
+        found = await self._in_thread(files.read, key, start, into, on_filled)
         if found:
             self._read.add(sum(len(view) for view in into), time.perf_counter() - started)
         return found

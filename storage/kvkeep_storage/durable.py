@@ -15,16 +15,15 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+
+from kvkeep_storage.pieces import Filled, pieces
 
 _TEMPORARY_PREFIX = ".kvkeep-"
 _TEMPORARY_SUFFIX = ".tmp"
 # A directory can vanish between making it and using it, when another process deletes the
 # last file in it; each lost race costs one round.
 _DIRECTORY_RACES = 8
-# The most buffers that one read may fill.
-_BUFFERS_PER_READ = os.sysconf("SC_IOV_MAX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,32 +80,49 @@ def delete(path: Path, *, root: Path) -> None:
             return
 
 
-def read_scattered(path: Path, into: Sequence[memoryview], offset: int) -> None:
+def read_scattered(
+    path: Path, into: Sequence[memoryview], offset: int, on_filled: Filled | None = None
+) -> None:
     """Fill buffers of bytes, one after the other, from ``offset`` on.
 
     Reads, and does not map, the file: of a file that is cut short meanwhile, a read is an
-    error and a mapped page is a SIGBUS. Modifies: ``into``.
+    error and a mapped page is a SIGBUS. Modifies: ``into``; ``on_filled`` hears of each piece.
     Raises: EOFError when the file ends before that; OSError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        read_descriptor(descriptor, into, offset)
+        read_descriptor(descriptor, into, offset, on_filled)
     finally:
         os.close(descriptor)
 
 
-def read_descriptor(descriptor: int, into: Sequence[memoryview], offset: int) -> None:
+def read_descriptor(
+    descriptor: int, into: Sequence[memoryview], offset: int, on_filled: Filled | None = None
+) -> None:
     """As ``read_scattered``, from a file that is open. Raises: EOFError, OSError."""
-    rest = deque(view for view in into if view)
-    while rest:
-        count = os.preadv(descriptor, list(islice(rest, _BUFFERS_PER_READ)), offset)
+    for piece in pieces(into):
+        size_bytes = sum(map(len, piece))
+        count = os.preadv(descriptor, piece, offset)
+        if count < size_bytes:
+            _read_rest(descriptor, piece, offset, count)
+        if on_filled is not None:
+            on_filled(offset, piece)
+        offset += size_bytes
+
+
+def _read_rest(descriptor: int, piece: Sequence[memoryview], offset: int, count: int) -> None:
+    """Go on with a piece of which ``count`` bytes were read, the last time."""
+    rest = deque(piece)
+    while True:
         if count == 0:
             raise EOFError(f"the file ends at byte {offset}")
         offset += count
         while rest and count >= len(rest[0]):
             count -= len(rest.popleft())
-        if count:
-            rest[0] = rest[0][count:]
+        if not rest:
+            return
+        rest[0] = rest[0][count:]
+        count = os.preadv(descriptor, list(rest), offset)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Self
 
 from kvkeep_storage.backends import Backend, ObjectInfo
 from kvkeep_storage.errors import Invalid
+from kvkeep_storage.pieces import Filled
 
 _FIELD = "faults"
 _DELAY_SECONDS_MAX = 600.0
@@ -102,21 +103,23 @@ class FaultyBackend:
         content = await self._behind.get(key)
         if self._happens(self._faults.short):
             content = content[: len(content) // 2]
-        if self._happens(self._faults.flip):
+        if self._happens(self._faults.flip) and content:
             changed = bytearray(content)
-            self._flip([memoryview(changed)])
+            changed[self._random.randrange(len(content))] ^= 1 << self._random.randrange(8)
             content = bytes(changed)
         return content
 
-    async def read(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """Fill buffers, or half of them, or with something else. Modifies: ``into``."""
         await self._before()
         if self._happens(self._faults.short):
-            await self._behind.read(key, start, _first_half(into))
+            await self._behind.read(key, start, _first_half(into), on_filled)
             raise EOFError("injected: the read ends half-way")
-        await self._behind.read(key, start, into)
         if self._happens(self._faults.flip):
-            self._flip(into)
+            on_filled = self._flipping(start, into, on_filled)
+        await self._behind.read(key, start, into, on_filled)
 
     async def size(self, key: str) -> int:
         """Size of an object in bytes."""
@@ -154,16 +157,26 @@ class FaultyBackend:
         # Drawn even when it cannot happen: a rate that changes leaves the other faults in place.
         return self._random.random() < share
 
-    def _flip(self, into: Sequence[memoryview]) -> None:
-        size_bytes = sum(len(view) for view in into)
+    def _flipping(
+        self, start: int, into: Sequence[memoryview], on_filled: Filled | None
+    ) -> Filled | None:
+        """Change a bit before anybody looks at it."""
+        size_bytes = sum(map(len, into))
         if not size_bytes:
-            return
-        place = self._random.randrange(size_bytes)
-        for view in into:
-            if place < len(view):
-                view[place] ^= 1 << self._random.randrange(8)
-                return
-            place -= len(view)
+            return on_filled
+        place = start + self._random.randrange(size_bytes)
+        bit = 1 << self._random.randrange(8)
+
+        def flip_and_tell(offset: int, views: Sequence[memoryview]) -> None:
+            at = place - offset
+            for view in views:
+                if 0 <= at < len(view):
+                    view[at] ^= bit
+                at -= len(view)
+            if on_filled is not None:
+                on_filled(offset, views)
+
+        return flip_and_tell
 
 
 def _first_half(into: Sequence[memoryview]) -> list[memoryview]:

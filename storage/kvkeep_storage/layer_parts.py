@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,14 @@ from kvkeep_storage.artifact import (
     RowBytes,
 )
 from kvkeep_storage.errors import Corrupt
-from kvkeep_storage.slab import HeadSegment, digest_of, head_segments
 
 # Each tensor begins where a vector instruction likes it.
 _ALIGNMENT = 64
 _HALF_BYTES = 2
+
+
+# Which of a part's tensors are K and V: nearly all of its bytes.
+ROW_TENSORS = range(2, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,24 +32,25 @@ class LayerPart:
     """Where the bytes of one layer of one slab belong.
 
     ``tensors`` are the places of a layer's tensors, in the order of a slab, each a list of
-    writable views of bytes that together hold the tensor. Count has a buffer of its own:
-    int32 [heads].
+    writable views of bytes that together hold the tensor, ``sizes`` bytes of it. Count has a
+    buffer of its own: int32 [heads].
     """
 
     band: int
     layer: int
     count: Int32Array
     tensors: tuple[Sequence[memoryview], ...]
+    sizes: tuple[int, ...]
 
-    def verify(self, digest: str, expected: Int32Array) -> None:
-        """Check the bytes where they lie. ``expected`` is the manifest's count: int32 [heads].
+    def check(self, found: str, digest: str, expected: Int32Array) -> None:
+        """Check what has arrived: its digest, which is ``found``, and its counts.
 
+        ``digest`` and ``expected``, int32 [heads], are the manifest's.
         Raises: Corrupt; its reason tells one set of wrong bytes from another.
         """
-        found = digest_of(chain.from_iterable(self.tensors))
         if found != digest:
             raise Corrupt(f"layer {self.layer}", f"its digest is {found}, not {digest}")
-        if not np.array_equal(self.count, expected):
+        if self.count.tobytes() != expected.tobytes():
             raise Corrupt(f"layer {self.layer}", "its counts differ from the manifest's")
 
 
@@ -105,11 +109,31 @@ def layer_parts(
     """
     tensors = [[_Tensor(part) for part in _of_rows(layer)] for layer in layers]
     means = [layer.scales.k_mean if layer.scales else None for layer in layers]
+    starts, ends = _runs(counts)
     return [
-        _part(counts[:, index], places, means[index] if band == 0 else None, band, index)
+        _part(
+            (band, index),
+            (starts[band][index], ends[band][index]),
+            places,
+            means[index] if band == 0 else None,
+        )
         for band in bands
         for index, places in enumerate(tensors)
     ]
+
+
+_Rows: TypeAlias = list[list[list[int]]]
+
+
+def _runs(counts: Int32Array) -> tuple[_Rows, _Rows]:
+    """First row of each head's run in memory, and the one behind it; [bands][layers][heads].
+
+    The same as ``head_segments``, for all at once.
+    """
+    capacity = counts.sum(axis=0, dtype=np.int64)
+    heads = np.cumsum(capacity, axis=1) - capacity
+    ends = heads + np.cumsum(counts, axis=0, dtype=np.int64)
+    return (ends - counts).tolist(), ends.tolist()
 
 
 def _of_rows(layer: LayerRows) -> Iterator[NDArray[np.generic]]:
@@ -124,28 +148,30 @@ class _Tensor:
 
     def __init__(self, tensor: NDArray[np.generic]) -> None:
         self._bytes = _bytes_of(tensor) if tensor.size else memoryview(b"")
-        self._row_bytes = tensor.nbytes // max(1, len(tensor))
+        self.row_bytes = tensor.nbytes // max(1, len(tensor))
 
-    def views(self, segments: Iterable[HeadSegment]) -> list[memoryview]:
-        content, size = self._bytes, self._row_bytes
-        return [
-            content[start * size : (start + length) * size] for start, length in segments if length
-        ]
+    def views(self, segments: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Those of some rows, each given by its first and by the one behind its last."""
+        content, size = self._bytes, self.row_bytes
+        return [content[start * size : end * size] for start, end in segments]
 
 
 def _part(
-    counts: Int32Array,
-    tensors: Iterable[_Tensor],
+    number: tuple[int, int],
+    runs: tuple[list[int], list[int]],
+    tensors: Sequence[_Tensor],
     mean: Float16Array | None,
-    band: int,
-    index: int,
 ) -> LayerPart:
-    segments = head_segments(counts, band)
-    count = np.empty(counts.shape[1], np.int32)
+    band, layer = number
+    count = np.empty(len(runs[0]), np.int32)
+    segments = [(start, end) for start, end in zip(*runs, strict=True) if start < end]
+    rows = sum(end - start for start, end in segments)
     places = [[_bytes_of(count)], *(tensor.views(segments) for tensor in tensors)]
+    sizes = [count.nbytes, *(rows * tensor.row_bytes for tensor in tensors)]
     if mean is not None:
         places.append([_bytes_of(mean)])
-    return LayerPart(band, index, count, tuple(places))
+        sizes.append(mean.nbytes)
+    return LayerPart(band, layer, count, tuple(places), tuple(sizes))
 
 
 def _aligned(size_bytes: int) -> int:

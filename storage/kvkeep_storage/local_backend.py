@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvkeep_storage import durable
 from kvkeep_storage.backends import ObjectInfo
+from kvkeep_storage.pieces import Filled
 
 _FILES_PER_PAGE = 1000
 
@@ -38,9 +39,11 @@ class LocalBackend:
         """Read an object whole."""
         return await asyncio.to_thread((self._root / key).read_bytes)
 
-    async def read(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """Fill buffers straight from the file. Modifies: ``into``."""
-        await asyncio.to_thread(durable.read_scattered, self._root / key, into, start)
+        await asyncio.to_thread(durable.read_scattered, self._root / key, into, start, on_filled)
 
     async def size(self, key: str) -> int:
         """Size of an object in bytes."""

@@ -18,6 +18,7 @@ from kvkeep_storage.backends import Backend, ObjectInfo, RemoteTrouble
 from kvkeep_storage.errors import Conflict, Corrupt, Full, NotFound, ObjectsUnavailable
 from kvkeep_storage.faults import Faults, FaultyBackend
 from kvkeep_storage.local_backend import LocalBackend
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.remote_backend import RemoteBackend
 from kvkeep_storage.retries import ATTEMPTS, retrying
 from kvkeep_storage.store_url import LocalUrl, parse_store_url
@@ -96,21 +97,23 @@ class Objects:
         async with self._operation("get", key, 0):
             return await self._backend.get(key)
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """Fill buffers, one after the other, with the bytes of an object from ``start`` on.
 
         One read of a local file, straight into the buffers, or one ranged request. The views
-        are writable and of bytes.
+        are writable and of bytes. ``on_filled`` hears of each piece in a helper thread.
 
         Modifies: ``into``. After a cancellation, and after an error that is ``abandoned``, bytes
         may still arrive there, so it must not be used again; after any other error nothing does.
         Raises: NotFound; Corrupt when the object ends before the last buffer is full, and its
         size says so too; ObjectsUnavailable, also for a read that came short on the way.
         """
-        size_bytes = sum(len(view) for view in into)
+        size_bytes = sum(map(len, into))
         try:
             async with self._operation("read", key, size_bytes):
-                await self._backend.read(key, start, into)
+                await self._backend.read(key, start, into, on_filled)
         except ObjectsUnavailable as error:
             if not isinstance(error.__cause__, EOFError):
                 raise

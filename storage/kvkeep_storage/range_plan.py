@@ -1,94 +1,164 @@
-"""Which ranges of which slabs to read, in which order, and where their bytes go; pure."""
+"""Which ranges of which slabs to read, in which order, and where their bytes go; pure.
+
+Rows are cut between layers where that can be, so that one thread reads all of a part and can
+digest it on the way. What else a part has lies elsewhere in its slab and is small: it is read
+first.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TypeAlias
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
-from kvkeep_storage.layer_parts import LayerPart
+from kvkeep_storage.layer_parts import ROW_TENSORS, LayerPart
 from kvkeep_storage.slab_layout import SlabLayout
 
 # Ranges are at least this long, where the slab is, and less than twice as long.
 RANGE_BYTES = 8 * 1024 * 1024
 
 
+class Stretch(NamedTuple):
+    """Bytes of one part that follow each other in the file and in the part's digest."""
+
+    part: LayerPart
+    offset: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RangeRead:
     """One read: from byte ``start`` of a band's slab into ``into``, one view after the other.
 
-    ``parts`` are those that get bytes from it.
+    ``stretches`` say whose bytes these are, in the same order; no view lies in two of them.
     """
 
     band: int
     start: int
+    size_bytes: int
     into: tuple[memoryview, ...]
-    parts: tuple[LayerPart, ...]
+    stretches: tuple[Stretch, ...]
 
     @property
-    def size_bytes(self) -> int:
-        """How many bytes it reads."""
-        return sum(len(view) for view in self.into)
+    def parts(self) -> list[LayerPart]:
+        """Those that get bytes from it."""
+        return list(dict.fromkeys(stretch.part for stretch in self.stretches))
 
 
-def plan_ranges(layouts: Mapping[int, SlabLayout], parts: Sequence[LayerPart]) -> list[RangeRead]:
+Run: TypeAlias = tuple[RangeRead, ...]
+"""Reads of one band that are made one after the other: what a part has in one of them is
+digested before what it has in the next."""
+
+
+def plan_ranges(layouts: Mapping[int, SlabLayout], parts: Sequence[LayerPart]) -> list[Run]:
     """Cut what the parts need into ranges, so that low layers are complete early in all bands.
 
-    Every byte of every part lies in exactly one range, and no other byte does.
+    Every byte of every part lies in exactly one range, and no other byte does. The first run of
+    a band has whatever is not K or V of all its parts: the others' digests go on from there.
     ``layouts`` is by band.
     """
-    stretches = [stretch for part in parts for stretch in _stretches(layouts[part.band], part)]
-    stretches.sort(key=itemgetter(0, 1))
-    reads = [read for run in _runs(stretches) for read in _cut(run)]
-    reads.sort(key=lambda read: (min(part.layer for part in read.parts), read.band, read.start))
-    return reads
+    runs: list[Run] = []
+    for band, layout in layouts.items():
+        spans = [span for part in parts if part.band == band for span in _spans(layout, part)]
+        if not spans:
+            continue
+        if sum(span.size_bytes for span in spans) < 2 * RANGE_BYTES:
+            runs.append(tuple(_ranges(band, sorted(spans, key=_START))))
+            continue
+        others = sorted((span for span in spans if not span.is_row), key=_START)
+        runs += _runs(band, others, [span for span in spans if span.is_row])
+    # A stable sort: the first run of a band stays its first.
+    runs.sort(key=lambda run: min(stretch.part.layer for read in run for stretch in read.stretches))
+    return runs
 
 
-# Bytes that follow each other in a file and have one place in memory: band, first byte, view,
-# part. A plain tuple, because there are thousands before the first byte is read.
-_Stretch: TypeAlias = tuple[int, int, memoryview, LayerPart]
+class _Span(NamedTuple):
+    """One tensor of a part, where the file has it. ``offset`` is in the part's digest."""
+
+    start: int
+    size_bytes: int
+    part: LayerPart
+    offset: int
+    views: Sequence[memoryview]
+    is_row: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size_bytes
 
 
-def _stretches(layout: SlabLayout, part: LayerPart) -> Iterator[_Stretch]:
-    for start, views in zip(layout.starts[part.layer], part.tensors, strict=True):
-        for view in views:
-            yield part.band, start, view, part
-            start += len(view)
+_START = attrgetter("start")
 
 
-def _runs(stretches: Iterable[_Stretch]) -> Iterator[list[_Stretch]]:
-    """Cut where there is a gap, or another band begins."""
-    run: list[_Stretch] = []
-    expected = (-1, -1)
-    for stretch in stretches:
-        band, start, view, _ = stretch
-        if run and (band, start) != expected:
-            yield run
-            run = []
-        run.append(stretch)
-        expected = (band, start + len(view))
-    if run:
-        yield run
+def _spans(layout: SlabLayout, part: LayerPart) -> Iterator[_Span]:
+    offset = 0
+    places = zip(layout.starts[part.layer], part.sizes, part.tensors, strict=True)
+    for index, (start, size_bytes, views) in enumerate(places):
+        if size_bytes:
+            yield _Span(start, size_bytes, part, offset, views, index in ROW_TENSORS)
+        offset += size_bytes
 
 
-def _cut(run: list[_Stretch]) -> Iterator[RangeRead]:
-    """Cut one run into ranges of nearly the same length."""
-    band, start, _, _ = run[0]
-    size_bytes = sum(len(view) for _, _, view, _ in run)
+def _runs(band: int, others: list[_Span], rows: list[_Span]) -> Iterator[Run]:
+    """Behind what is not rows, gather the rows of whole layers into ranges."""
+    layers = [list(found) for _, found in groupby(rows, key=attrgetter("part"))]
+    gathered, size_bytes = others, sum(span.size_bytes for span in others)
+    for layer in layers:
+        layer_bytes = sum(span.size_bytes for span in layer)
+        is_full = size_bytes >= RANGE_BYTES or size_bytes + layer_bytes >= 2 * RANGE_BYTES
+        if gathered and is_full:
+            yield tuple(_ranges(band, gathered))
+            gathered, size_bytes = [], 0
+        gathered = gathered + layer
+        size_bytes += layer_bytes
+    yield tuple(_ranges(band, gathered))
+
+
+def _ranges(band: int, spans: Iterable[_Span]) -> Iterator[RangeRead]:
+    """Read tensors in this order, those that follow each other in the file together."""
+    together: list[_Span] = []
+    for span in spans:
+        if together and together[-1].end != span.start:
+            yield from _cut(band, together)
+            together = []
+        together.append(span)
+    if together:
+        yield from _cut(band, together)
+
+
+def _cut(band: int, spans: Sequence[_Span]) -> Iterator[RangeRead]:
+    """Cut what lies together into ranges of nearly the same length."""
+    start, size_bytes = spans[0].start, spans[-1].end - spans[0].start
     range_bytes = -(-size_bytes // max(1, size_bytes // RANGE_BYTES))
-    room = range_bytes
     into: list[memoryview] = []
-    # In the order in which they were met; only the keys matter.
-    parts: dict[LayerPart, None] = {}
-    for _, _, view, part in run:
-        while len(view) >= room:
-            into.append(view[:room])
-            parts[part] = None
-            yield RangeRead(band, start, tuple(into), tuple(parts))
-            start, view = start + range_bytes, view[room:]
-            room, into, parts = range_bytes, [], {}
-        if view:
-            into.append(view)
-            parts[part] = None
-            room -= len(view)
+    stretches: list[Stretch] = []
+    room = range_bytes
+    for span in spans:
+        offset, rest, views = span.offset, span.size_bytes, span.views
+        while rest:
+            fill = min(room, rest)
+            here, views = (views, ()) if fill == rest else _split(views, fill)
+            into += here
+            stretches.append(Stretch(span.part, offset, fill))
+            offset, rest, room = offset + fill, rest - fill, room - fill
+            if not room:
+                yield RangeRead(band, start, range_bytes, tuple(into), tuple(stretches))
+                start, room = start + range_bytes, range_bytes
+                into, stretches = [], []
     if into:
-        yield RangeRead(band, start, tuple(into), tuple(parts))
+        yield RangeRead(band, start, range_bytes - room, tuple(into), tuple(stretches))
+
+
+def _split(
+    views: Sequence[memoryview], size_bytes: int
+) -> tuple[list[memoryview], list[memoryview]]:
+    """The first bytes, and the rest."""
+    first: list[memoryview] = []
+    for index, view in enumerate(views):
+        if len(view) >= size_bytes:
+            first.append(view[:size_bytes])
+            rest = [view[size_bytes:]] if len(view) > size_bytes else []
+            return first, [*rest, *views[index + 1 :]]
+        first.append(view)
+        size_bytes -= len(view)
+    return first, []

@@ -1,12 +1,12 @@
 """Reading the slabs of one generation in parallel ranges, straight to where their rows belong.
 
 A part (one layer of one slab) counts only when every byte of it has matched its digest in
-place. What failed is read again into the same buffers, but only when nothing else may write
-there: a read that was given up at its deadline ends the whole reading with ``StillWriting``.
+place: taken by the thread that has just read it (``part_digests.py``). What failed is read again
+into the same buffers, but only when nothing else may write there: a read that was given up at
+its deadline ends the whole reading with ``StillWriting``.
 """
 
 import asyncio
-from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,8 @@ from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts
 from kvkeep_storage.manifest import Manifest
-from kvkeep_storage.range_plan import RangeRead, plan_ranges
+from kvkeep_storage.part_digests import PartDigest, RangeDigests
+from kvkeep_storage.range_plan import RangeRead, Run, plan_ranges
 from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab_layout import SlabLayout, read_layout
 from kvkeep_storage.sources import Source
@@ -115,59 +116,68 @@ class Reading:
         A pass goes to its end before wrong bytes are weighed, so that the next one has each of
         them to read again and no other.
         """
-        reads = await asyncio.to_thread(plan_ranges, layouts, missing)
-        unread = Counter(part for read in reads for part in read.parts)
+        runs = await asyncio.to_thread(plan_ranges, layouts, missing)
+        digests = {part: PartDigest(sum(part.sizes)) for part in missing}
+        # What the other runs of a band go on from; the first comes before them.
+        begun = {run[0].band: asyncio.Event() for run in runs}
+        first = {run[0].band: run for run in reversed(runs)}
         verified: set[LayerPart] = set()
         # By what was found, because many ranges may meet the same end of a file.
         errors: dict[tuple[str, str], Corrupt] = {}
 
-        async def work(read: RangeRead) -> None:
+        async def work(run: Run) -> None:
+            band = run[0].band
+            if run is not first[band]:
+                await begun[band].wait()
             try:
-                await self._fill(read)
+                for read in run:
+                    for part in await self._fill(read, digests):
+                        found = self._wrong(part, digests[part].hexdigest())
+                        if found is not None:
+                            errors[found.name, found.reason] = found
+                            continue
+                        verified.add(part)
+                        if announcer is not None:
+                            announcer.verified(part.layer, self.rows, self._manifest)
             except Corrupt as error:
                 errors[error.name, error.reason] = error
-                return
-            unread.subtract(read.parts)
-            # Looked up before anything else can run: a part is complete in one range only.
-            complete = [part for part in read.parts if unread[part] == 0]
-            for part, found in await asyncio.to_thread(self._verify, complete):
-                if found is not None:
-                    errors[found.name, found.reason] = found
-                    continue
-                verified.add(part)
-                if announcer is not None:
-                    announcer.verified(part.layer, self.rows, self._manifest)
+            finally:
+                begun[band].set()
 
-        await run_together((work(read) for read in reads), limit=PARALLEL_READS)
+        await run_together((work(run) for run in runs), limit=PARALLEL_READS)
         for error in errors.values():
             await self._doubts.weigh(error)
         return [part for part in missing if part not in verified]
 
-    async def _fill(self, read: RangeRead) -> None:
-        """Raises: Corrupt when the slab ends too early; StillWriting; as a source's reads."""
+    async def _fill(self, read: RangeRead, digests: dict[LayerPart, PartDigest]) -> list[LayerPart]:
+        """Read a range, and add it to the digests of its parts; return those that are whole.
+
+        Raises: Corrupt when the slab ends too early; StillWriting; as a source's reads.
+        """
         name = self._key.slab(read.band)
 
-        async def once() -> None:
+        async def once() -> RangeDigests:
+            adding = RangeDigests(read, digests)
             try:
-                await self._source.read_ranges(name, read.start, read.into)
+                await self._source.read_ranges(name, read.start, read.into, adding.filled)
             except ObjectsUnavailable as error:
                 if error.abandoned:
                     raise StillWriting(error) from error
                 raise
+            return adding
 
         try:
-            await retrying(once)
+            adding = await retrying(once)
         except Corrupt as error:
             raise Corrupt(name, "it ends too early") from error
+        if not adding.is_complete:
+            await asyncio.to_thread(adding.digest_in_place)
+        return adding.commit()
 
-    def _verify(self, parts: list[LayerPart]) -> list[tuple[LayerPart, Corrupt | None]]:
-        """Return what is wrong with each part."""
-        return [(part, self._wrong(part)) for part in parts]
-
-    def _wrong(self, part: LayerPart) -> Corrupt | None:
+    def _wrong(self, part: LayerPart, found: str) -> Corrupt | None:
         digest = self._manifest.slabs[part.band].layer_digests[part.layer]
         try:
-            part.verify(digest, self.rows.counts[part.band, part.layer])
+            part.check(found, digest, self.rows.counts[part.band, part.layer])
         except Corrupt as error:
             return _within(self._key.slab(part.band), error)
         return None

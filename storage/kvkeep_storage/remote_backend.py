@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store, from_url
 
 from kvkeep_storage.backends import ObjectInfo, RemoteTrouble
 from kvkeep_storage.errors import Invalid
+from kvkeep_storage.pieces import Filled, scatter
 from kvkeep_storage.retries import ATTEMPTS, PAUSE_SECONDS_FIRST, PAUSE_SECONDS_MAX
 from kvkeep_storage.store_url import OtherUrl, S3Url
 
@@ -110,12 +110,14 @@ class RemoteBackend:
             result = await obstore.get_async(self._store, key)
             return bytes(await result.bytes_async())
 
-    async def read(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """Fill buffers from one ranged request. Modifies: ``into``, once all bytes are here.
 
         In a thread, which a cancellation does not end: new memory takes long to touch.
         """
-        size_bytes = sum(len(view) for view in into)
+        size_bytes = sum(map(len, into))
         if not size_bytes:
             if await self.size(key) < start:
                 raise EOFError(f"ends before byte {start}")
@@ -127,7 +129,7 @@ class RemoteBackend:
         # A store answers with what it has, when that is less than was asked for.
         if len(content) != size_bytes:
             raise EOFError(f"{len(content)} of {size_bytes} bytes arrived")
-        await asyncio.to_thread(_scatter, content, into)
+        await asyncio.to_thread(scatter, content, into, start, on_filled)
 
     async def size(self, key: str) -> int:
         """Size of an object in bytes."""
@@ -164,15 +166,6 @@ class RemoteBackend:
         """Nothing: unfinished uploads are out of sight; rules of the bucket end them."""
         del older_than_seconds
         return []
-
-
-def _scatter(content: memoryview, into: Sequence[memoryview]) -> None:
-    """Copy to where the bytes belong: numpy does so without the interpreter lock."""
-    done = 0
-    for view in filter(None, into):
-        part = content[done : done + len(view)]
-        np.frombuffer(view, np.uint8)[:] = np.frombuffer(part, np.uint8)
-        done += len(view)
 
 
 def _client(deadline_seconds: float) -> "ClientConfig":

@@ -30,6 +30,11 @@ async def retrying(call: Callable[[], Awaitable[Result]]) -> Result:
         made += error.attempts
         return made < ATTEMPTS
 
+    # What counts attempts costs more than most calls, of which nearly all succeed.
+    try:
+        return await call()
+    except Unavailable as error:
+        failed: Unavailable | None = error
     async for attempt in stamina.retry_context(
         on=worth_another,
         attempts=ATTEMPTS,
@@ -39,5 +44,8 @@ async def retrying(call: Callable[[], Awaitable[Result]]) -> Result:
         wait_jitter=PAUSE_SECONDS_FIRST,
     ):
         with attempt:
+            if failed is not None:
+                first, failed = failed, None
+                raise first
             result = await call()
     return result

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 
 Origin: TypeAlias = Literal["disk", "store"]
 
@@ -26,8 +27,13 @@ class Source(Protocol):
         """Size of an object in bytes."""
         ...
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """Fill buffers, one after the other, with the bytes of an object from ``start`` on.
+
+        ``on_filled`` hears of every byte after it was last written, if of any: who was not told
+        of all of them looks for himself.
 
         Modifies: ``into``. After a cancellation, and after an ObjectsUnavailable that is
         ``abandoned``, bytes may still arrive there, so it must not be used again; after any
@@ -64,9 +70,11 @@ class ObjectSource:
         """Size of an object in bytes. Raises: NotFound, ObjectsUnavailable."""
         return await self._objects.size(key)
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         """Fill buffers from an object; see ``Objects.read_ranges``."""
-        await self._objects.read_ranges(key, start, into)
+        await self._objects.read_ranges(key, start, into, on_filled)
 
     async def forget(self, prefix: str) -> None:
         """Nothing nearer than the store holds a copy."""

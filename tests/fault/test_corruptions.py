@@ -23,6 +23,7 @@ from kvkeep_storage.layer_parts import layer_parts
 from kvkeep_storage.load import LoadedCache, read_generation
 from kvkeep_storage.manifest import Manifest, ManifestFacts
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.sources import Origin, Source
 
@@ -74,12 +75,17 @@ class Folder:
     async def size(self, key: str) -> int:
         return (self.root / key).stat().st_size
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         content = memoryview((self.root / key).read_bytes())[start:]
         for view in into:
             if len(content) < len(view):
                 raise Corrupt(key, "ends too early")
             view[:], content = content[: len(view)], content[len(view) :]
+            if on_filled is not None:
+                on_filled(start, [view])
+            start += len(view)
 
     async def forget(self, prefix: str) -> None:
         pass

@@ -9,6 +9,7 @@ from typing import Self, TypeAlias
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 
 from .stores import files_below
 
@@ -46,11 +47,13 @@ class CountedObjects(Objects):
         self.reads[f"size of {key}"] += 1
         return await super().size(key)
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         self.reads[key] += 1
         if start >= self.free_bytes:
             await self.gate.wait()
-        await super().read_ranges(key, start, into)
+        await super().read_ranges(key, start, into, on_filled)
 
     def of_slabs(self) -> int:
         """How many ranges of slabs were read."""

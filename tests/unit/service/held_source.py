@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.sources import ObjectSource
 
 
@@ -38,9 +39,11 @@ def watch_reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     reads = Reads()
 
     class HeldSource(ObjectSource):
-        async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+        async def read_ranges(
+            self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+        ) -> None:
             await reads.pass_by(key, start, sum(len(piece) for piece in into))
-            await super().read_ranges(key, start, into)
+            await super().read_ranges(key, start, into, on_filled)
 
     monkeypatch.setattr("kvkeep_service.stores.ObjectSource", HeldSource)
     return reads

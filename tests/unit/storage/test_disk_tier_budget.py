@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.load import load
 from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.pieces import Filled
 
 from ...support.caches import assert_equal_rows, facts_for, random_rows
 from ...support.disk_tiers import (
@@ -289,8 +291,10 @@ async def test_a_load_goes_on_when_its_slabs_are_evicted_between_two_reads(
     await stores.build(rows, facts)
 
     class Evicted(CountedObjects):
-        async def read_ranges(self, key: str, start: int, into: list[memoryview]) -> None:  # type: ignore[override]
-            await super().read_ranges(key, start, into)
+        async def read_ranges(
+            self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+        ) -> None:
+            await super().read_ranges(key, start, into, on_filled)
             for path in copies(tmp_path / "disk"):
                 path.unlink()
 

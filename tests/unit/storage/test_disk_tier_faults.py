@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from kvkeep_storage import disk_files, disk_fill, disk_health, disk_tier
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.errors import ObjectsUnavailable
+from kvkeep_storage.pieces import Filled
 
 from ...support.disk_tiers import (
     KEY,
@@ -187,10 +188,12 @@ async def test_a_store_that_fails_half_way_leaves_nothing_and_its_error_is_the_r
     objects: CountedObjects, open_tier: OpenTier, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(CountedObjects):
-        async def read_ranges(self, key: str, start: int, into: list[memoryview]) -> None:  # type: ignore[override]
+        async def read_ranges(
+            self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+        ) -> None:
             if start + sum(map(len, into)) > 2000:
                 raise ObjectsUnavailable("read", "away")
-            await super().read_ranges(key, start, into)
+            await super().read_ranges(key, start, into, on_filled)
 
     failing = Failing.at(disk.parent / "objects")
     tier = open_tier(failing)

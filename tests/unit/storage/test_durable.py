@@ -1,13 +1,13 @@
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvkeep_storage import durable
+from kvkeep_storage import durable, pieces
 
 WRITES = [durable.create, durable.replace]
 
@@ -182,12 +182,19 @@ def test_a_scattered_read_fills_every_buffer_however_the_kernel_cuts_it(
             room -= len(taken[-1])
         return real(descriptor, taken, offset)
 
-    monkeypatch.setattr(durable, "_BUFFERS_PER_READ", buffers_max)
+    monkeypatch.setattr(pieces, "_VIEWS_MAX", buffers_max)
     monkeypatch.setattr(os, "preadv", cut)
     (tmp_path / "x").write_bytes(b"0123456789")
     into = [bytearray(size) for size in (1, 0, 4, 2, 0)]
-    durable.read_scattered(tmp_path / "x", [memoryview(part) for part in into], 2)
+    heard = bytearray()
+
+    def hear(offset: int, views: Sequence[memoryview]) -> None:
+        assert offset == 2 + len(heard)
+        heard.extend(b"".join(views))
+
+    durable.read_scattered(tmp_path / "x", [memoryview(part) for part in into], 2, hear)
     assert into == [b"2", b"", b"3456", b"78", b""]
+    assert heard == b"2345678"
 
 
 def test_a_scattered_read_past_the_end_is_an_error(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvkeep_storage.errors import (
 from kvkeep_storage.fingerprint import ModelIdentity
 from kvkeep_storage.load import load
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.sources import ObjectSource
 
@@ -132,11 +133,13 @@ class _ActsOnce(Objects):
 
     act: Any = None
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         if self.act is not None:
             act, self.act = self.act, None
             await act()
-        await super().read_ranges(key, start, into)
+        await super().read_ranges(key, start, into, on_filled)
 
 
 async def test_field_02_a_generation_replaced_during_the_load_gives_the_new_one_whole(

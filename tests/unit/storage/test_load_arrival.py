@@ -15,6 +15,7 @@ from kvkeep_storage.errors import Corrupt, Invalid, NotFound, ObjectsUnavailable
 from kvkeep_storage.layer_parts import layer_parts
 from kvkeep_storage.manifest import Manifest
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS
 from kvkeep_storage.sources import ObjectSource
@@ -94,12 +95,14 @@ class Shuffled(ObjectSource):
         self.read_bytes = 0
         self.names: list[str] = []
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         self.names.append(key.rpartition("/")[2])
         self.read_bytes += sum(len(view) for view in into)
         for _ in range(self.chosen.randrange(30)):
             await asyncio.sleep(0)
-        await super().read_ranges(key, start, into)
+        await super().read_ranges(key, start, into, on_filled)
 
 
 @pytest.mark.parametrize("first_ratio", [None, 0.05, 0.1, 0.3])
@@ -206,12 +209,14 @@ class Away(ObjectSource):
         self.abandoned = abandoned
         self.late: list[memoryview] = []
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         if key.endswith(self.name) and start and self.times:
             self.times -= 1
             self.late.extend(into)
             raise ObjectsUnavailable("read", "away", abandoned=self.abandoned)
-        await super().read_ranges(key, start, into)
+        await super().read_ranges(key, start, into, on_filled)
 
 
 async def test_trouble_in_the_later_phase_is_retried_in_place(stores: Stores) -> None:

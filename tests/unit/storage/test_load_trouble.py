@@ -6,6 +6,7 @@ import pytest
 from kvkeep_storage import range_plan
 from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import Filled
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS
 from kvkeep_storage.sources import ObjectSource, Origin
@@ -41,9 +42,11 @@ class _Flaky(ObjectSource):
         self._count(key, 0)
         return await super().get(key)
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         self._count(key, start)
-        await super().read_ranges(key, start, into)
+        await super().read_ranges(key, start, into, on_filled)
 
 
 async def test_trouble_that_passes_is_not_seen_by_the_caller(stores: Stores) -> None:
@@ -67,11 +70,15 @@ async def test_a_store_that_stays_away_is_unavailable_after_bounded_tries(stores
 class _Nearer(ObjectSource):
     """A nearer copy, of which chosen reads give wrong bytes until it is forgotten.
 
-    ``lasting`` is how often it is filled with the same wrong bytes again.
+    ``lasting`` is how often it is filled with the same wrong bytes again, ``tells`` whether it
+    says what it has filled.
     """
 
-    def __init__(self, objects: Objects, wrong: str, *, lasting: int = 0) -> None:
+    def __init__(
+        self, objects: Objects, wrong: str, *, lasting: int = 0, tells: bool = True
+    ) -> None:
         super().__init__(objects)
+        self.tells = tells
         self.wrong = wrong
         self.lasting = lasting
         self.forgotten: list[str] = []
@@ -81,11 +88,16 @@ class _Nearer(ObjectSource):
         content = await super().get(key)
         return content[:-1] if self._is_wrong(key, 0) else content
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         self.num_reads += 1
         await super().read_ranges(key, start, into)
         if self._is_wrong(key, start):
             self.spoil(into)
+        # Whoever changes bytes tells of them afterwards, or never.
+        if self.tells and on_filled is not None:
+            on_filled(start, into)
 
     def spoil(self, into: Sequence[memoryview]) -> None:
         into[-1][0] ^= 1
@@ -110,11 +122,12 @@ async def test_a_load_says_where_its_bytes_came_from(stores: Stores) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["manifest", "header", "rows"])
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "untold"])
 async def test_a_wrong_nearer_copy_is_forgotten_and_proves_nothing(
-    stores: Stores, wrong: str
+    stores: Stores, wrong: str, tells: bool
 ) -> None:
     cache = await _committed(stores)
-    nearer = _Nearer(stores.objects, wrong)
+    nearer = _Nearer(stores.objects, wrong, tells=tells)
     loaded = await stores.load(FACTS, source=nearer)
     assert_equal_rows(loaded.rows, ROWS)
     assert loaded.source == "store"
@@ -122,11 +135,12 @@ async def test_a_wrong_nearer_copy_is_forgotten_and_proves_nothing(
 
 
 @pytest.mark.parametrize("wrong", ["manifest", "header", "rows"])
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "untold"])
 async def test_the_same_wrong_bytes_after_forgetting_are_proven_wrong(
-    stores: Stores, wrong: str
+    stores: Stores, wrong: str, tells: bool
 ) -> None:
     cache = await _committed(stores)
-    nearer = _Nearer(stores.objects, wrong, lasting=1000)
+    nearer = _Nearer(stores.objects, wrong, lasting=1000, tells=tells)
     with pytest.raises(Corrupt) as corrupt:
         await stores.load(FACTS, source=nearer)
     assert corrupt.value.generation == cache.generation
@@ -190,12 +204,14 @@ class _Late(ObjectSource):
         self.times = times
         self.late: list[memoryview] = []
 
-    async def read_ranges(self, key: str, start: int, into: Sequence[memoryview]) -> None:
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
         if start and self.times:
             self.times -= 1
             self.late.extend(into)
             raise ObjectsUnavailable("read", "no answer", abandoned=True)
-        await super().read_ranges(key, start, into)
+        await super().read_ranges(key, start, into, on_filled)
 
     def write(self) -> None:
         for view in self.late:

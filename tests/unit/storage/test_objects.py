@@ -3,13 +3,14 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvkeep_storage.errors import Conflict, Corrupt, NotFound
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.pieces import PIECE_BYTES
 
 from ...support.s3_servers import S3Server, Seaweed, fresh_prefix
 
@@ -87,6 +88,22 @@ async def test_one_read_fills_many_buffers_from_anywhere(store: Objects) -> None
     await store.read_ranges("x", 2, [memoryview(part) for part in into])
     assert into == [b"234", b"", b"5", b"67"]
     await store.read_ranges("x", 10, [memoryview(bytearray())])
+
+
+async def test_a_read_tells_of_every_byte_in_order_once_it_is_there(store: Objects) -> None:
+    content = random.Random(5).randbytes(3 * PIECE_BYTES)
+    await store.put("x", content)
+    into = [bytearray(size) for size in (1, 0, 2 * PIECE_BYTES, 777)]
+    heard = bytearray()
+
+    def hear(offset: int, views: Sequence[memoryview]) -> None:
+        assert offset == 5 + len(heard)
+        assert 0 < sum(map(len, views)) <= PIECE_BYTES
+        heard.extend(b"".join(views))
+
+    await store.read_ranges("x", 5, [memoryview(part) for part in into], hear)
+    assert heard == b"".join(into) == content[5 : 5 + len(heard)]
+    assert len(heard) == 2 * PIECE_BYTES + 778
 
 
 @pytest.mark.parametrize("start", [8, 10, 50])

@@ -27,6 +27,10 @@ def _planned(rows: CacheRows, bands: range) -> tuple[dict[int, SlabLayout], list
     return layouts, layer_parts(counts, empty_layers(counts, rows.row_bytes), bands)
 
 
+def _reads(layouts: dict[int, SlabLayout], parts: list[LayerPart]) -> list[RangeRead]:
+    return [read for run in plan_ranges(layouts, parts) for read in run]
+
+
 def _bytes_of(read: RangeRead) -> set[tuple[int, int]]:
     return {(read.band, read.start + index) for index in range(read.size_bytes)}
 
@@ -43,7 +47,7 @@ def test_every_byte_behind_the_headers_is_read_exactly_once(
     rows = random_rows(seed, dtype=dtype, num_layers=num_layers, rows_max=rows_max)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(range_plan, "RANGE_BYTES", SMALL)
-        reads = plan_ranges(*_planned(rows, range(3)))
+        reads = _reads(*_planned(rows, range(3)))
     found = [place for read in reads for place in _bytes_of(read)]
     slabs = [encode_slab(rows, band) for band in range(3)]
     expected = {
@@ -58,7 +62,7 @@ def test_every_byte_behind_the_headers_is_read_exactly_once(
 def test_ranges_are_neither_tiny_nor_huge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
     rows = random_rows(rows_max=9, num_layers=3)
-    sizes = [read.size_bytes for read in plan_ranges(*_planned(rows, range(3)))]
+    sizes = [read.size_bytes for read in _reads(*_planned(rows, range(3)))]
     assert len(sizes) > 10
     # The last one of a slab is what is left of it.
     assert sum(size < SMALL for size in sizes) <= 3
@@ -66,7 +70,7 @@ def test_ranges_are_neither_tiny_nor_huge(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_small_slab_is_one_read() -> None:
-    reads = plan_ranges(*_planned(random_rows(), range(3)))
+    reads = _reads(*_planned(random_rows(), range(3)))
     assert [read.band for read in reads] == [0, 1, 2]
 
 
@@ -74,10 +78,31 @@ def test_low_layers_come_first_in_every_band(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
     counts = np.full((3, 4, 2), 8, np.int32)
     rows = random_rows(counts=counts, num_layers=4)
-    reads = plan_ranges(*_planned(rows, range(3)))
-    lowest = [min(part.layer for part in read.parts) for read in reads]
+    runs = plan_ranges(*_planned(rows, range(3)))
+    lowest = [min(part.layer for read in run for part in read.parts) for run in runs]
     assert lowest == sorted(lowest)
-    assert {read.band for read in reads if min(p.layer for p in read.parts) == 1} == {0, 1, 2}
+    layer_1 = {run[0].band for run, layer in zip(runs, lowest, strict=True) if layer == 1}
+    assert layer_1 == {0, 1, 2}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_part_are_read_in_one_run_after_all_else_of_its_band(
+    monkeypatch: pytest.MonkeyPatch, dtype: CacheDtype
+) -> None:
+    monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
+    rows = random_rows(rows_max=9, num_layers=5, dtype=dtype)
+    runs = plan_ranges(*_planned(rows, range(3)))
+    begun: set[int] = set()
+    places: dict[LayerPart, set[int]] = {}
+    for index, run in enumerate(runs):
+        for stretch in (stretch for read in run for stretch in read.stretches):
+            if stretch.offset < sum(stretch.part.sizes[:2]):
+                assert run[0].band not in begun
+            else:
+                places.setdefault(stretch.part, set()).add(index)
+        begun.add(run[0].band)
+    assert all(len(found) == 1 for found in places.values())
+    assert len(runs) > 10
 
 
 def test_a_missing_part_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +110,7 @@ def test_a_missing_part_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(num_layers=4)
     layouts, parts = _planned(rows, range(3))
     (wanted,) = (part for part in parts if (part.band, part.layer) == (1, 2))
-    reads = plan_ranges(layouts, [wanted])
+    reads = _reads(layouts, [wanted])
     assert {part for read in reads for part in read.parts} == {wanted}
     size_bytes = sum(len(view) for views in wanted.tensors for view in views)
     assert len(set().union(*(_bytes_of(read) for read in reads))) == size_bytes

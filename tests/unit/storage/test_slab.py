@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows, Quantization
 from kvkeep_storage.errors import Corrupt, Invalid
 from kvkeep_storage.layer_parts import empty_layers, layer_parts
+from kvkeep_storage.part_digests import PartDigest, RangeDigests
 from kvkeep_storage.range_plan import plan_ranges
 from kvkeep_storage.slab import EncodedSlab, encode_slab, tensor_names
 from kvkeep_storage.slab_layout import SlabLayout, read_layout
@@ -54,15 +55,20 @@ def _decode(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
         for band, slab in enumerate(slabs)
     }
     parts = layer_parts(counts, layers, range(bands))
+    digests = {part: PartDigest(sum(part.sizes)) for part in parts}
     # Ranges may arrive in any order.
-    for read in reversed(plan_ranges(layouts, parts)):
+    for read in reversed([read for run in plan_ranges(layouts, parts) for read in run]):
         start = read.start
         for view in read.into:
             view[:] = slabs[read.band].content[start : start + len(view)]
             start += len(view)
+        adding = RangeDigests(read, digests)
+        adding.digest_in_place()
+        adding.commit()
     for part in parts:
+        assert digests[part].is_whole
         digest = slabs[part.band].digests.layer_digests[part.layer]
-        part.verify(digest, counts[part.band, part.layer])
+        part.check(digests[part].hexdigest(), digest, counts[part.band, part.layer])
     return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=layers)
 
 
