@@ -126,6 +126,7 @@ class Planner:
             scoring="exact" if body.scoring == "exact" else "local",
             quantization=_stored_quantization(body.quantization),
             normalization=_stored_normalization(body.normalization),
+            neighbours=body.neighbours,
         )
         return self.plan(tenant, document, compression, body.prefix_text)
 

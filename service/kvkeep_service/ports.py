@@ -15,6 +15,8 @@ PolicyName = Literal[
 Normalization = Literal["none", "kvzip_plus"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 Scoring = Literal["exact", "local"]
+NEIGHBOURS_MAX = 4
+"""Chunks on each side that local scoring may be asked to see: more would cost as exact does."""
 FinishReason = Literal["stop", "length"]
 CacheSource = Literal["resident", "host", "disk", "store"]
 MissReason = Literal["absent", "ratio", "evicted", "dropped", "corrupt"]
@@ -45,6 +47,7 @@ class CompressionSpec:
     ``tokens``, where given, is kept rows per head on average instead, and ``ratio`` means nothing;
     ``allow_lossy`` says whether that may come to a ratio at which answers suffer.
     ``normalization``: what scores are multiplied by; it and ``scoring`` are KVzip's alone.
+    ``neighbours``: chunks on each side of its own that local scoring sees.
     ``quantization``: what the numbers of what is kept become; "none" leaves them as they are.
     """
 
@@ -53,6 +56,7 @@ class CompressionSpec:
     scoring: Scoring = "local"
     quantization: Quantization = "none"
     normalization: Normalization = "none"
+    neighbours: int = 0
     tokens: int | None = None
     allow_lossy: bool = False
 

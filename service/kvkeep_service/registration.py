@@ -187,4 +187,5 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
         normalization=wanted.compression.normalization,
+        neighbours=wanted.compression.neighbours,
     )

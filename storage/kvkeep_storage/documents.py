@@ -43,9 +43,10 @@ class DocumentBody(BaseModel):
     policy: str
     ratio: Annotated[float, Field(gt=0, le=1)]
     scoring: str
-    # Not written when they are "none": so are documents of versions that knew no other.
+    # Not written when they are as here: so are documents of versions that knew no other.
     quantization: str = "none"
     normalization: str = "none"
+    neighbours: Annotated[int, Field(ge=0)] = 0
 
 
 class _MirrorBody(BaseModel):

@@ -63,6 +63,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         allow_lossy=True,
         quantization="int8",
         normalization="kvzip_plus",
+        neighbours=0,
         expires_after=ExpiresAfter(60),
     )
     assert calls.CreateOptions.__annotations__.keys() - _sent(call) == {
@@ -73,6 +74,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         "allow_lossy",
         "quantization",
         "normalization",
+        "neighbours",
     }
     ContextCreate.model_validate_json(call.body or b"")
 

@@ -30,7 +30,8 @@ class CreateOptions(TypedDict, total=False):
 
     ``policy`` picks what stays. ``ratio`` is the fraction of the KV cache to keep; below 0.15 only
     with ``allow_lossy``. ``tokens`` is, instead, how many tokens each head keeps on average.
-    ``normalization`` is what scores are multiplied by.
+    ``normalization`` is what scores are multiplied by. ``neighbours``, 0 to 4, are the chunks that
+    local scoring sees on each side of the one it scores.
     ``quantization`` is what numbers that are kept become: 8 bits, 4, or "none" what they were.
     ``protect`` has half-open character spans of the document that are never evicted.
     ``expires_after`` None means never; left out, the server's default holds.
@@ -48,6 +49,7 @@ class CreateOptions(TypedDict, total=False):
     allow_lossy: bool
     quantization: Literal["none", "int8", "int4", "fp8"]
     normalization: Literal["none", "kvzip_plus"]
+    neighbours: int
     expires_after: ExpiresAfter | None
 
 
@@ -81,6 +83,7 @@ _COMPRESSION = (
     "allow_lossy",
     "quantization",
     "normalization",
+    "neighbours",
 )
 
 

@@ -96,6 +96,10 @@ def put(
     allow_lossy: AllowLossy = False,
     policy: Annotated[Policy, typer.Option(help="What picks what stays.")] = Policy.KVZIP,
     scoring: Annotated[Scoring, typer.Option(help="How to score.")] = Scoring.AUTO,
+    neighbours: Annotated[
+        int,
+        typer.Option(min=0, max=4, help="Chunks that local scoring sees on each side."),
+    ] = 0,
     quantization: Annotated[
         Quantization,
         typer.Option(help="What kept numbers become: 8 bits (int8, fp8), 4, or what they were."),
@@ -117,6 +121,7 @@ def put(
         "allow_lossy": allow_lossy,
         "policy": policy.value,
         "scoring": scoring.value,
+        "neighbours": neighbours,
         "quantization": quantization.value,
     }
     with _connected(url, api_key, as_json=as_json) as kv:

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from kvkeep_service.api.strict import Strict, only
 from kvkeep_service.budget import DEFAULT_RATIO, HEAD_RATIO, check_ratio
 from kvkeep_service.errors import InvalidRequest
-from kvkeep_service.ports import CompressionSpec, PolicyName, Quantization
+from kvkeep_service.ports import NEIGHBOURS_MAX, CompressionSpec, PolicyName, Quantization
 
 
 def _no_auto(value: object) -> object:
@@ -42,8 +42,8 @@ class Compression(Strict):
     """Whether a ratio below 0.15, at which answers suffer, is meant."""
     tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
     """Tokens kept per head on average instead of ratio, 1 or more; all when it has no more."""
-    neighbours: Annotated[int, only(0)] = 0
-    """Chunks seen on each side by local scoring; not supported yet: only 0 is accepted."""
+    neighbours: Annotated[int, Field(ge=0, le=NEIGHBOURS_MAX)] = 0
+    """Chunks (0 to 4) that local scoring sees on each side of the one it scores, at their cost."""
     max_loss: Annotated[float | None, only(None)] = None
     """Highest accepted loss in nats per token; not supported yet: only null is accepted."""
     scoring: Literal["auto", "exact", "local"] = "auto"
@@ -59,12 +59,17 @@ class Compression(Strict):
             raise InvalidRequest("compression.policy", '"kvpop" is not supported')
         if self.policy != "kvzip":
             self._check_not_scored_by_repeating(self.policy)
+        if self.neighbours and self.scoring == "exact":
+            raise InvalidRequest(
+                "compression.neighbours", 'scoring "exact" sees every chunk: leave it out'
+            )
         return CompressionSpec(
             policy=self.policy,
             ratio=self._ratio(),
             scoring="exact" if self.scoring == "exact" else "local",
             quantization=self.quantization,
             normalization=self.normalization,
+            neighbours=self.neighbours,
             tokens=self.tokens,
             allow_lossy=self.allow_lossy,
         )
@@ -74,6 +79,7 @@ class Compression(Strict):
         for field, value, usual in (
             ("scoring", self.scoring, "auto"),
             ("normalization", self.normalization, "none"),
+            ("neighbours", self.neighbours, 0),
         ):
             if value != usual:
                 raise InvalidRequest(

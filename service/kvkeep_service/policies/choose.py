@@ -66,5 +66,6 @@ class PolicyChoice:
             self.prompts,
             scoring=compression.scoring,
             chunk_tokens=chunk,
+            neighbours=compression.neighbours,
             normalization=compression.normalization,
         )

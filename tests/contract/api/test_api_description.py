@@ -13,7 +13,6 @@ JSON = dict[str, Any]
 REFUSED = {
     "ContextCreate": {"messages": "null"},
     "Compression": {
-        "neighbours": "0",
         "max_loss": "null",
     },
 }

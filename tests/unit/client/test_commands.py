@@ -33,7 +33,16 @@ def lease(tmp_path: Path) -> Path:
 
 
 def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Path) -> None:
-    options = ("--scoring", "exact", "--quantization", "fp8", "--system", "Be brief.")
+    options = (
+        "--scoring",
+        "local",
+        "--neighbours",
+        "2",
+        "--quantization",
+        "fp8",
+        "--system",
+        "Be brief.",
+    )
     done = run("put", str(lease), "--ratio", "0.2", *options)
     assert done.exit_code == 0
     [context] = server.contexts.values()
@@ -48,7 +57,8 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
             "ratio": 0.2,
             "tokens": None,
             "policy": "kvzip",
-            "scoring": "exact",
+            "scoring": "local",
+            "neighbours": 2,
             "allow_lossy": False,
             "quantization": "fp8",
         },

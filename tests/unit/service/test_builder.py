@@ -202,13 +202,14 @@ async def test_a_higher_ratio_is_a_new_generation_that_keeps_older_cuts(
     ).status == "ready"
 
 
-async def test_a_cache_scored_by_kvzip_plus_is_built_beside_the_plain_one(
+async def test_caches_scored_in_other_ways_are_built_beside_the_plain_one(
     bench: Workbench,
 ) -> None:
     bench.builder.start()
     plain = await bench.build(SHORT, CompressionSpec(ratio=0.3))
     plus = await bench.build(SHORT, CompressionSpec(ratio=0.3, normalization="kvzip_plus"))
-    assert plus.cache_id != plain.cache_id
+    beside = await bench.build(SHORT, CompressionSpec(ratio=0.3, neighbours=1))
+    assert len({plain.cache_id, plus.cache_id, beside.cache_id}) == 3
     rows, other = (await bench.load(plus, None)).rows, (await bench.load(plain, None)).rows
     with pytest.raises(AssertionError):
         assert_equal_rows(rows, other)

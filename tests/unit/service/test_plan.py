@@ -99,6 +99,8 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
             compression=CompressionSpec(policy="kvzip_head"),
             by=Planner(tiny, HeadScores(HEADS, "of another calibration")),
         ),
+        digest(compression=CompressionSpec(neighbours=1)),
+        digest(compression=CompressionSpec(neighbours=2)),
         digest(compression=CompressionSpec(quantization="int8")),
         digest(compression=CompressionSpec(quantization="int4")),
         digest(compression=CompressionSpec(quantization="fp8")),

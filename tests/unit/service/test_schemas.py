@@ -27,7 +27,6 @@ def create(**fields: Any) -> ContextCreate:
 UNSUPPORTED_COMPRESSION = [
     ("policy", "kvpop"),
     ("ratio", "auto"),
-    ("neighbours", 2),
     ("max_loss", 0.01),
 ]
 
@@ -120,7 +119,6 @@ def test_a_field_refused_inside_is_no_field_of_the_top() -> None:
     [
         (ContextCreate, {"messages": []}, "messages", "null"),
         (ContextCreate, {"compression": {"max_loss": 0.1}}, "compression.max_loss", "null"),
-        (ContextCreate, {"compression": {"neighbours": 1}}, "compression.neighbours", "0"),
         (
             ContextCreate,
             {"compression": {"policy": "kvpop"}},
@@ -169,6 +167,8 @@ def test_a_value_of_another_kind_is_refused_in_words_of_json(
         ({"compression": {"tokens": 0}}, "compression.tokens"),
         ({"compression": {"tokens": 1.5}}, "compression.tokens"),
         ({"compression": {"tokens": 2**31}}, "compression.tokens"),
+        ({"compression": {"neighbours": 5}}, "compression.neighbours"),
+        ({"compression": {"neighbours": -1}}, "compression.neighbours"),
         ({"wait": 301}, "wait"),
         ({"documents": []}, "documents"),
         ({"document": 7}, "document"),
@@ -269,6 +269,9 @@ def test_spans_count_characters_not_bytes() -> None:
             {"normalization": "kvzip_plus"},
             CompressionSpec("kvzip", 0.3, "local", normalization="kvzip_plus"),
         ),
+        ({"neighbours": 4}, CompressionSpec("kvzip", 0.3, "local", neighbours=4)),
+        ({"scoring": "local", "neighbours": 1}, CompressionSpec("kvzip", 0.3, neighbours=1)),
+        ({"scoring": "exact", "neighbours": 0}, CompressionSpec("kvzip", 0.3, "exact")),
         ({"quantization": "int4"}, CompressionSpec("kvzip", 0.3, "local", "int4")),
         ({"quantization": "fp8"}, CompressionSpec("kvzip", 0.3, "local", "fp8")),
         ({"policy": "none", "quantization": "int8"}, CompressionSpec("none", 1, "local", "int8")),
@@ -288,12 +291,15 @@ def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) ->
         ({"policy": "none", "ratio": 0.3}, "compression.ratio"),
         ({"policy": "none", "scoring": "exact"}, "compression.scoring"),
         ({"policy": "none", "normalization": "kvzip_plus"}, "compression.normalization"),
+        ({"policy": "none", "neighbours": 1}, "compression.neighbours"),
+        ({"scoring": "exact", "neighbours": 1}, "compression.neighbours"),
         *(
             ({"policy": name, **asked}, f"compression.{field}")
             for name in ("kvzip_head", "snapkv", "expected_attention", "streaming", "random")
             for field, asked in (
                 ("scoring", {"scoring": "local"}),
                 ("normalization", {"normalization": "kvzip_plus"}),
+                ("neighbours", {"neighbours": 1}),
             )
         ),
         ({"policy": "none", "tokens": 100}, "compression.tokens"),

@@ -85,6 +85,13 @@ async def test_a_document_names_its_normalisation_only_when_it_has_one(objects: 
         assert (await get_document(objects, KEY)).normalization == kind
 
 
+async def test_a_document_names_its_neighbours_only_when_it_has_some(objects: Objects) -> None:
+    for count in (0, 2):
+        await put_document(objects, KEY, a_document(neighbours=count))
+        assert (b"neighbours" in await objects.get(KEY.body)) == bool(count)
+        assert (await get_document(objects, KEY)).neighbours == count
+
+
 async def test_a_missing_document_is_not_found(objects: Objects) -> None:
     with pytest.raises(NotFound):
         await get_document(objects, KEY)
