@@ -20,7 +20,7 @@ from kvkeep_kernels.quantize import quantize_kv
 from kvkeep_service.config import load_settings
 from kvkeep_service.engine.build import DocumentTokens, build
 from kvkeep_service.engine.cache import ContextView, ResidentContext, Tail
-from kvkeep_service.engine.decode import _QuestionPass
+from kvkeep_service.engine.decode import QuestionPass
 from kvkeep_service.ports import Quantization
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "alice.txt"
@@ -60,7 +60,7 @@ class Measured:
         tail = Tail(model.shape, dtype=model.dtype, device=model.device)
         tail.reserve(ids.shape[1])
         positions = torch.arange(view.num_tokens, view.num_tokens + ids.shape[1])[None]
-        hidden = model.hidden(ids, positions, _QuestionPass(view, tail))
+        hidden = model.hidden(ids, positions, QuestionPass(view, tail))
         return torch.log_softmax(model.logits(hidden[0]).float(), dim=-1)
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kvkeep_storage.fidelity import Fidelity as Fidelity
+from kvkeep_storage.fidelity import RatioFidelity as RatioFidelity
 from kvkeep_storage.fingerprint import Fingerprint
 
 PolicyName = Literal[

@@ -34,7 +34,7 @@ class Progress(View):
     """How far a build is. ``fraction`` is of the whole build, 0 to 1."""
 
     stage: str = Field(examples=["scoring"])
-    """What is being done: prefill, scoring or storing; before that, the status."""
+    """What is being done: prefill, scoring, checking, compacting or storing; before, the status."""
     fraction: float
     """Part of the build that is done, 0 to 1."""
 

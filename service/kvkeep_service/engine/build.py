@@ -17,10 +17,14 @@ from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.compaction import Selection, compact, keep_all, select
 from kvkeep_kernels.layout import ContextRows, DenseKV, Placement, RaggedKV
 from kvkeep_kernels.quantize import channel_mean, quantize_kv
+from kvkeep_service.auto_ratio import AutoRatio
+from kvkeep_service.engine.architecture import ModelShape
 from kvkeep_service.engine.cache import FullCache, ResidentContext
+from kvkeep_service.engine.checking import check
+from kvkeep_service.engine.fidelity import Meter, sample_of
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.windows import with_windows
-from kvkeep_service.ports import Quantization
+from kvkeep_service.ports import Fidelity, Quantization
 
 SLICE_TOKENS = 512
 """Most tokens that go through a layer at a time.
@@ -63,12 +67,18 @@ class DocumentTokens:
 
 @dataclass(frozen=True, slots=True)
 class BuiltCache:
-    """What a build gives: the resident context, how it was selected, and where time went."""
+    """What a build gives: the resident context, how it was selected, and where time went.
+
+    ``fidelity`` is None where nothing was measured. ``chosen`` is the ratio that the build was to
+    find, None when it was given one.
+    """
 
     context: ResidentContext
     selection: Selection
     policy_applied: str
     timings: dict[str, float]
+    fidelity: Fidelity | None = None
+    chosen: float | None = None
 
 
 Parameters = Mapping[str, str | int | float]
@@ -96,6 +106,8 @@ class ScoringPolicy(Protocol):
     name: str
     version: int
     """Goes up with every change after which the same document may get other scores."""
+    repeats: bool
+    """Whether scoring takes the document through the model once more."""
 
     @property
     def watcher(self) -> PrefillWatcher | None:
@@ -122,15 +134,15 @@ def build(
     document: DocumentTokens,
     *,
     policy: ScoringPolicy | None,
-    ratios: Sequence[float],
+    ratios: Sequence[float] | AutoRatio,
     quantization: Quantization = "none",
 ) -> Generator[Progress, None, BuiltCache]:
     """Read a document and compress its cache to the highest of ``ratios`` (fractions kept).
 
     With no policy every row stays. Yields after each work item; the full cache is freed layer
-    by layer while the kept rows are gathered.
+    by layer while the kept rows are gathered, and before that what they lose is measured.
     Raises: RatioMissed, when the selection does not keep what was asked; OutOfRange, when the
-        model gave rows that cannot be quantised.
+        model gave rows that cannot be quantised; LossUnreachable.
     """
     started = time.perf_counter()
     shape = model.shape
@@ -140,18 +152,14 @@ def build(
     for fraction in prefill(model, cache, document, watcher):
         yield Progress("prefill", share * fraction)
     prefilled = time.perf_counter()
-    evicting = yield from _selection(model, cache, document, policy, ratios)
-    selection = with_windows(evicting, shape, document.num_tokens)
+    ranking = yield from _ranking(model, cache, document, policy)
     scored = time.perf_counter()
-    lengths = selection.counts.sum(dim=0, dtype=torch.int32)
+    checked = yield from _checked(model, cache, document, ranking, ratios, quantization)
+    measured = time.perf_counter()
+    selection = checked.selection
     layers: list[ContextRows] = []
     for layer in range(shape.num_layers):
-        rows = cache.lasting(layer, document.num_tokens)
-        positions = selection.positions[layer]
-        kept = compact(rows, positions - (document.num_tokens - rows.tokens), lengths[layer])
-        if cache.window(layer) is not None:
-            kept = replace(kept, placement=Placement(positions.to(kept.start), document.num_tokens))
-        layers.append(_quantized(kept, rows, quantization))
+        layers.append(_kept(cache, selection, layer, document, quantization))
         cache.release(layer)
         yield Progress("compacting", 0.95 + 0.05 * (layer + 1) / shape.num_layers)
     context = ResidentContext(
@@ -160,9 +168,28 @@ def build(
     timings = {
         "prefill_s": prefilled - started,
         "score_s": scored - prefilled,
-        "compact_s": time.perf_counter() - scored,
+        "fidelity_s": measured - scored,
+        "compact_s": time.perf_counter() - measured,
     }
-    return BuiltCache(context, selection, policy.name if policy else "none", timings)
+    applied = policy.name if policy else "none"
+    return BuiltCache(context, selection, applied, timings, checked.fidelity, checked.chosen)
+
+
+def _kept(
+    cache: FullCache,
+    selection: Selection,
+    layer: int,
+    document: DocumentTokens,
+    quantization: Quantization,
+) -> ContextRows:
+    """One layer's selected rows in buffers of their own, as they are stored."""
+    rows = cache.lasting(layer, document.num_tokens)
+    positions = selection.positions[layer]
+    lengths = selection.counts[:, layer].sum(dim=0, dtype=torch.int32)
+    kept = compact(rows, positions - (document.num_tokens - rows.tokens), lengths)
+    if cache.window(layer) is not None:
+        kept = replace(kept, placement=Placement(positions.to(kept.start), document.num_tokens))
+    return _quantized(kept, rows, quantization)
 
 
 def _quantized(kept: RaggedKV, full: DenseKV, quantization: Quantization) -> ContextRows:
@@ -237,32 +264,103 @@ def prefill(
         yield piece.stop / ids.shape[1]
 
 
-def _selection(
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """All rows of a document, ranked; ``scores`` None keeps every one.
+
+    Shapes: scores [evicting layers, heads, tokens] fp32; protected [tokens] bool.
+    """
+
+    shape: ModelShape
+    policy: ScoringPolicy | None
+    scores: Tensor | None
+    protected: Tensor
+
+    @property
+    def num_repeated(self) -> int:
+        """Tokens that ranking has taken through the model once more."""
+        is_repeated = self.policy is not None and self.policy.repeats
+        return len(self.protected) if is_repeated else 0
+
+    def select(self, ratios: Sequence[float]) -> Selection:
+        """Cut at these ratios. Raises: RatioMissed."""
+        if self.scores is None:
+            return self.everything()
+        selection = select(self.scores, self.protected, ratios)
+        _check_achieved(selection, ratios[-1])
+        return with_windows(selection, self.shape, len(self.protected))
+
+    def everything(self) -> Selection:
+        """Every row that a later token may see."""
+        num_tokens, fixed = len(self.protected), int(self.protected.sum())
+        shape = self.shape
+        whole = keep_all(len(shape.evicting), shape.num_kv_heads, num_tokens, fixed)
+        return with_windows(whole, shape, num_tokens)
+
+
+def _ranking(
     model: LanguageModel,
     cache: FullCache,
     document: DocumentTokens,
     policy: ScoringPolicy | None,
-    ratios: Sequence[float],
-) -> Generator[Progress, None, Selection]:
+) -> Generator[Progress, None, _Ranking]:
     shape, num_prefix = model.shape, document.num_prefix
-    fixed = num_prefix + int(document.protected.sum())
+    protected = torch.ones(document.num_tokens, dtype=torch.bool)
+    protected[num_prefix:] = document.protected
     if policy is None:
-        return keep_all(len(shape.evicting), shape.num_kv_heads, document.num_tokens, fixed)
+        return _Ranking(shape, None, None, protected)
     scoring = policy.score(model, cache, document)
     while True:
         try:
-            yield Progress("scoring", 0.5 + 0.45 * next(scoring))
+            yield Progress("scoring", 0.5 + 0.4 * next(scoring))
         except StopIteration as finished:
             scores: Tensor = finished.value
             break
     size = (len(shape.evicting), shape.num_kv_heads, document.num_tokens)
     whole = torch.zeros(size, device=scores.device)
     whole[:, :, num_prefix:] = scores
-    protected = torch.ones(document.num_tokens, dtype=torch.bool)
-    protected[num_prefix:] = document.protected
-    selection = select(whole, protected, ratios)
-    _check_achieved(selection, ratios[-1])
-    return selection
+    return _Ranking(shape, policy, whole, protected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    selection: Selection
+    fidelity: Fidelity | None
+    chosen: float | None
+
+
+def _checked(
+    model: LanguageModel,
+    cache: FullCache,
+    document: DocumentTokens,
+    ranking: _Ranking,
+    ratios: Sequence[float] | AutoRatio,
+    quantization: Quantization,
+) -> Generator[Progress, None, _Checked]:
+    """Measure what is lost, and find the ratio where none was given."""
+    auto = ratios if isinstance(ratios, AutoRatio) else None
+    selection = ranking.select(ratios.candidates if isinstance(ratios, AutoRatio) else ratios)
+    everything, num_tokens = ranking.everything(), document.num_tokens
+    meter = Meter(
+        model,
+        num_tokens,
+        selection,
+        sample_of(document.ids, num_tokens + ranking.num_repeated),
+        full=lambda layer: _kept(cache, everything, layer, document, "none"),
+        kept=lambda layer: _kept(cache, selection, layer, document, quantization),
+        is_exact=quantization == "none",
+    )
+    checking = check(meter, auto)
+    while True:
+        try:
+            next(checking)
+        except StopIteration as finished:
+            chosen: float | None = finished.value
+            break
+        yield Progress("checking", 0.92)
+    if auto is not None and chosen is not None:
+        selection = ranking.select(auto.cuts(chosen))
+    return _Checked(selection, meter.fidelity(), chosen)
 
 
 class RatioMissed(RuntimeError):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -152,6 +153,14 @@ class Tail:
         return torch.empty(size, dtype=self._dtype, device=self._device)
 
 
+class Layers(Protocol):
+    """The rows of each layer, by its number."""
+
+    def __getitem__(self, layer: int, /) -> ContextRows:
+        """One layer's rows, read-only."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ContextView:
     """A context at one ratio, as attention reads it: layers, and the position that follows.
@@ -159,7 +168,7 @@ class ContextView:
     With ``arrival``, a layer may be read only once that lets ``wait`` return for it.
     """
 
-    layers: tuple[ContextRows, ...]
+    layers: Layers
     num_tokens: int
     ratio: float
     arrival: LayerArrival | None = None

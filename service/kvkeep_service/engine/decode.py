@@ -227,7 +227,7 @@ class _Slice:
     is_last: bool
 
 
-class _QuestionPass:
+class QuestionPass:
     """New tokens of one question: the whole context visible, its own tail causally."""
 
     def __init__(self, context: ContextView, tail: Tail) -> None:
@@ -248,7 +248,7 @@ class _QuestionsPass:
 
     def __init__(self, slices: Several[_Slice]) -> None:
         self._parts = [
-            (slice(one.start, one.stop), _QuestionPass(one.sequence.context, one.sequence.tail))
+            (slice(one.start, one.stop), QuestionPass(one.sequence.context, one.sequence.tail))
             for one in slices
         ]
 

@@ -101,6 +101,7 @@ class ExpectedAttention:
 
     name = "expected_attention"
     version = 1
+    repeats = False
     parameters: ClassVar[Parameters] = {
         "future_positions": FUTURE_POSITIONS,
         "sinks": NUM_SINKS,

@@ -87,6 +87,7 @@ class KVzip:
 
     name = "kvzip"
     version = POLICY_VERSION
+    repeats = True
     watcher = None
 
     def __init__(

@@ -23,6 +23,7 @@ class KVzipHead:
 
     name = "kvzip_head"
     version = 1
+    repeats = False
     watcher = None
 
     def __init__(self, head_scores: HeadScores) -> None:

@@ -26,6 +26,7 @@ class Random:
 
     name = "random"
     version = 1
+    repeats = False
     watcher = None
     parameters: ClassVar[Parameters] = {"generator": "philox"}
 

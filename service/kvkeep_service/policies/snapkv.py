@@ -45,6 +45,7 @@ class SnapKV:
 
     name = "snapkv"
     version = 1
+    repeats = False
     parameters: ClassVar[Parameters] = {"window": WINDOW_TOKENS, "pooled": POOLED_TOKENS}
 
     def __init__(self) -> None:

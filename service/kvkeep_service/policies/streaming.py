@@ -22,6 +22,7 @@ class Streaming:
 
     name = "streaming"
     version = 1
+    repeats = False
     watcher = None
     parameters: ClassVar[Parameters] = {"sinks": NUM_SINKS}
 

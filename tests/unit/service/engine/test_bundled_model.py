@@ -9,9 +9,9 @@ from kvkeep_service.engine.architecture import check_supported
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.decode import (
+    QuestionPass,
     Sequence,
     SequenceOptions,
-    _QuestionPass,
     decode_step,
     prefill_question,
 )
@@ -112,7 +112,7 @@ def repeat_loss(bundled: LoadedModel, view: ContextView, tokens: DocumentTokens)
     tail = Tail(model.shape, dtype=model.dtype, device=model.device)
     tail.reserve(len(ids))
     positions = torch.arange(view.num_tokens, view.num_tokens + len(ids))[None]
-    hidden = model.hidden(torch.tensor([ids]), positions, _QuestionPass(view, tail))
+    hidden = model.hidden(torch.tensor([ids]), positions, QuestionPass(view, tail))
     logits = model.logits(hidden[0, -129:-1])
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[-128:])))
 

@@ -5,7 +5,7 @@ import torch
 
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ContextView, Tail
-from kvkeep_service.engine.decode import _DecodePass, _QuestionPass
+from kvkeep_service.engine.decode import QuestionPass, _DecodePass
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 
@@ -27,7 +27,7 @@ def decode_logits(
     tail = Tail(model.shape, dtype=model.dtype, device=model.device)
     tail.reserve(len(question) + len(forced))
     first = torch.arange(view.num_tokens, view.num_tokens + len(question))[None]
-    hidden = model.hidden(torch.tensor([question]), first, _QuestionPass(view, tail))
+    hidden = model.hidden(torch.tensor([question]), first, QuestionPass(view, tail))
     tail.extend(len(question))
     rows = [model.logits(hidden[0, -1:])[0]]
 

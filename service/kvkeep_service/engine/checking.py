@@ -1,0 +1,48 @@
+"""Between selecting and gathering: measure what is lost, and decide where a loss was asked for."""
+
+from collections.abc import Generator
+
+from kvkeep_service.auto_ratio import (
+    AutoRatio,
+    Found,
+    Unmeasured,
+    Unreachable,
+    smallest_within,
+)
+from kvkeep_service.engine.fidelity import Meter
+
+
+class LossUnreachable(RuntimeError):
+    """Even the highest ratio loses more than was to be lost: ``loss`` in nats per token."""
+
+    def __init__(self, max_loss: float, ratio: float, loss: float) -> None:
+        super().__init__(f"at ratio {ratio} {loss:.3f} nats per token are lost, not {max_loss}")
+        self.ratio = ratio
+        self.loss = loss
+
+
+def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float | None]:
+    """Measure as many ratios as are affordable; return the one that ``auto`` asks for.
+
+    Yields after each work item. Without ``auto`` the highest ratios are measured, and the
+    result is None. Modifies the meter. Raises: LossUnreachable.
+    """
+    if auto is None:
+        yield from meter.measure(meter.ratios[: meter.num_left])
+        return None
+    while True:
+        losses = meter.cautious_losses()
+        match smallest_within(auto.candidates, losses, auto.max_loss):
+            case Found(ratio):
+                return ratio
+            case Unreachable(ratio, loss):
+                raise LossUnreachable(auto.max_loss, ratio, loss)
+            case Unmeasured(ratio):
+                if meter.num_left == 0:
+                    break
+                yield from meter.measure([ratio])
+    # What was not tried is not trusted.
+    tried = [
+        ratio for ratio in auto.candidates if losses.get(ratio, auto.max_loss + 1) <= auto.max_loss
+    ]
+    return tried[0] if tried else auto.candidates[-1]
