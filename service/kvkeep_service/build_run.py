@@ -40,6 +40,7 @@ async def run_build(
             policy=plan.policy,
             ratios=ratios,
             quantization=plan.quantization,
+            repeat_prompt=plan.repeat_prompt,
         ),
         on_progress=lambda progress: _post(loop, report, progress),
         on_finished=lambda built, error: _post(loop, settle, built, error),

@@ -38,7 +38,7 @@ _NO_POLICY_VERSION = 1
 class BuildPlan:
     """What to build. ``policy`` None keeps every row, and then ``ratio`` is 1.0.
 
-    ``quantization``: how its rows are kept.
+    ``quantization``: how its rows are kept. ``repeat_prompt``: what asks for a repetition.
     """
 
     document: DocumentTokens
@@ -47,6 +47,7 @@ class BuildPlan:
     policy: ScoringPolicy | None
     ratio: float
     quantization: Quantization
+    repeat_prompt: tuple[int, ...]
 
     @property
     def policy_applied(self) -> str:
@@ -67,6 +68,7 @@ class Planner:
         self._loaded = loaded
         info = loaded.info
         prompts = RepeatPrompts.from_template(loaded.template)
+        self._repeat_prompt = (*prompts.first, *prompts.turn_end)
         self._choice = PolicyChoice(loaded.language_model, prompts, head_scores)
         self.identity = ModelIdentity(
             model=info.name,
@@ -111,7 +113,15 @@ class Planner:
         policy = self._choice.choose(compression, tokens)
         ratio = 1.0 if policy is None else _ratio(compression, tokens)
         fingerprint = self._fingerprint(tenant, prefix_text, tokens, compression, policy)
-        return BuildPlan(tokens, prefix_text, fingerprint, policy, ratio, compression.quantization)
+        return BuildPlan(
+            tokens,
+            prefix_text,
+            fingerprint,
+            policy,
+            ratio,
+            compression.quantization,
+            self._repeat_prompt,
+        )
 
     def plan_stored(self, tenant: str, body: DocumentBody) -> BuildPlan:
         """Plan a registered document again, under the prefix it was registered with.

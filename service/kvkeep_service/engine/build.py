@@ -7,21 +7,21 @@ whatever else is running: the same document gives the same cache, bit for bit, w
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvkeep_kernels.attention import dense_prefill
-from kvkeep_kernels.compaction import Selection, compact, keep_all, select
-from kvkeep_kernels.layout import ContextRows, DenseKV, Placement, RaggedKV
-from kvkeep_kernels.quantize import channel_mean, quantize_kv
+from kvkeep_kernels.compaction import Selection, keep_all, select
+from kvkeep_kernels.layout import ContextRows
 from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.engine.architecture import ModelShape
 from kvkeep_service.engine.cache import FullCache, ResidentContext
 from kvkeep_service.engine.checking import check
 from kvkeep_service.engine.fidelity import Meter, sample_of
+from kvkeep_service.engine.gathering import kept_rows
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.windows import with_windows
 from kvkeep_service.ports import Fidelity, Quantization
@@ -136,11 +136,13 @@ def build(
     policy: ScoringPolicy | None,
     ratios: Sequence[float] | AutoRatio,
     quantization: Quantization = "none",
+    repeat_prompt: Sequence[int] = (),
 ) -> Generator[Progress, None, BuiltCache]:
     """Read a document and compress its cache to the highest of ``ratios`` (fractions kept).
 
     With no policy every row stays. Yields after each work item; the full cache is freed layer
-    by layer while the kept rows are gathered, and before that what they lose is measured.
+    by layer while the kept rows are gathered. Before that it is measured what they lose, with
+    ``repeat_prompt``, the token ids that ask for a repetition.
     Raises: RatioMissed, when the selection does not keep what was asked; OutOfRange, when the
         model gave rows that cannot be quantised; LossUnreachable.
     """
@@ -154,12 +156,14 @@ def build(
     prefilled = time.perf_counter()
     ranking = yield from _ranking(model, cache, document, policy)
     scored = time.perf_counter()
-    checked = yield from _checked(model, cache, document, ranking, ratios, quantization)
+    checked = yield from _checked(
+        model, cache, document, ranking, ratios, quantization, repeat_prompt
+    )
     measured = time.perf_counter()
     selection = checked.selection
     layers: list[ContextRows] = []
     for layer in range(shape.num_layers):
-        layers.append(_kept(cache, selection, layer, document, quantization))
+        layers.append(kept_rows(cache, selection, layer, document.num_tokens, quantization))
         cache.release(layer)
         yield Progress("compacting", 0.95 + 0.05 * (layer + 1) / shape.num_layers)
     context = ResidentContext(
@@ -173,38 +177,6 @@ def build(
     }
     applied = policy.name if policy else "none"
     return BuiltCache(context, selection, applied, timings, checked.fidelity, checked.chosen)
-
-
-def _kept(
-    cache: FullCache,
-    selection: Selection,
-    layer: int,
-    document: DocumentTokens,
-    quantization: Quantization,
-) -> ContextRows:
-    """One layer's selected rows in buffers of their own, as they are stored."""
-    rows = cache.lasting(layer, document.num_tokens)
-    positions = selection.positions[layer]
-    lengths = selection.counts[:, layer].sum(dim=0, dtype=torch.int32)
-    kept = compact(rows, positions - (document.num_tokens - rows.tokens), lengths)
-    if cache.window(layer) is not None:
-        kept = replace(kept, placement=Placement(positions.to(kept.start), document.num_tokens))
-    return _quantized(kept, rows, quantization)
-
-
-def _quantized(kept: RaggedKV, full: DenseKV, quantization: Quantization) -> ContextRows:
-    """Kept rows as they are stored, and read by every question.
-
-    Channel means are those of all rows, not of the kept ones: so what a row becomes does not
-    depend on the ratio that others asked for.
-    """
-    match quantization:
-        case "none":
-            return kept
-        case "int8" | "fp8":
-            return quantize_kv(kept, quantization)
-        case "int4":
-            return quantize_kv(kept, quantization, channel_mean(full.k))
 
 
 class PrefillPass:
@@ -336,6 +308,7 @@ def _checked(
     ranking: _Ranking,
     ratios: Sequence[float] | AutoRatio,
     quantization: Quantization,
+    repeat_prompt: Sequence[int],
 ) -> Generator[Progress, None, _Checked]:
     """Measure what is lost, and find the ratio where none was given."""
     auto = ratios if isinstance(ratios, AutoRatio) else None
@@ -345,9 +318,9 @@ def _checked(
         model,
         num_tokens,
         selection,
-        sample_of(document.ids, num_tokens + ranking.num_repeated),
-        full=lambda layer: _kept(cache, everything, layer, document, "none"),
-        kept=lambda layer: _kept(cache, selection, layer, document, quantization),
+        sample_of(document.ids, num_tokens + ranking.num_repeated, repeat_prompt),
+        full=lambda layer: kept_rows(cache, everything, layer, num_tokens, "none"),
+        kept=lambda layer: kept_rows(cache, selection, layer, num_tokens, quantization),
         is_exact=quantization == "none",
     )
     checking = check(meter, auto)

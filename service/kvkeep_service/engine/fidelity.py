@@ -5,9 +5,9 @@ question would be, and given as they are (teacher-forced): once over all rows, a
 rows that a ratio keeps. The loss of a ratio is what its rows make the document's own words less
 likely by. The same pieces serve every ratio, and a rebuild.
 
-A prompt that asks for a repetition changes neither the losses nor their order, and costs rows, so
-there is none. The first tokens of each piece are not counted: there the model has yet to find the
-place, from all rows as from few.
+A prompt asks for the repetition, as a question would, and ends the user's turn: without it, few
+rows seemed to do better than all. The first tokens of each piece are not counted: there the model
+has yet to find the place, from all rows as from few.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ Gather = Callable[[int], ContextRows]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is repeated: spans of the document, one after the other.
+    """What is read: a prompt, and spans of the document, one after the other.
 
     ids [rows + 1]; ``counted``: the rows whose next token counts, as many of each span.
     ``num_ratios``: how many ratios may be measured with it.
@@ -65,17 +65,18 @@ class Sample:
         return len(self.ids) - 1
 
 
-def sample_of(ids: Sequence[int], num_read: int) -> Sample | None:
+def sample_of(ids: Sequence[int], num_read: int, prompt: Sequence[int] = ()) -> Sample | None:
     """Choose spans of a document's token ids, evenly spread, by nothing but the ids.
 
     ``num_read``: tokens that the build reads, the document again for each time it is repeated.
     None for a document that is too short for one span, read twice, to be affordable.
     """
-    affordable = int(ROWS_SHARE * num_read) // SPAN_TOKENS
-    if affordable < 2:
+    rows = int(ROWS_SHARE * num_read)
+    spans_of = {count: (rows // count - len(prompt)) // SPAN_TOKENS for count in (2, _FEW, _MANY)}
+    forwards = _MANY if spans_of[_MANY] > 1 else _FEW if spans_of[_FEW] > 0 else 2
+    num_spans = min(MAX_SPANS, spans_of[forwards])
+    if num_spans < 1:
         return None
-    forwards = _MANY if affordable >= 2 * _MANY else min(_FEW, affordable)
-    num_spans = min(MAX_SPANS, affordable // forwards)
     digest = hashlib.sha256(repr(list(ids)).encode()).digest()
     chance = random.Random(int.from_bytes(digest[:8], "big"))
     stretch = (len(ids) - SPAN_TOKENS) / num_spans
@@ -83,8 +84,12 @@ def sample_of(ids: Sequence[int], num_read: int) -> Sample | None:
     # In the order of the text, a span would often foretell the next one.
     chance.shuffle(starts)
     chained = [token for start in starts for token in ids[start : start + SPAN_TOKENS]]
-    counted = [row for row in range(len(chained) - 1) if (row + 1) % SPAN_TOKENS >= LEAD_TOKENS]
-    return Sample(tuple(chained), tuple(counted), num_spans, affordable // num_spans - 1)
+    first = len(prompt)
+    counted = tuple(
+        first + place - 1 for place in range(len(chained)) if place % SPAN_TOKENS >= LEAD_TOKENS
+    )
+    num_ratios = rows // (first + len(chained)) - 1
+    return Sample((*prompt, *chained), counted, num_spans, num_ratios)
 
 
 class Meter:

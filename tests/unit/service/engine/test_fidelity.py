@@ -9,6 +9,7 @@ from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.checking import LossUnreachable
 from kvkeep_service.engine.decode import QuestionPass
 from kvkeep_service.engine.fidelity import LEAD_TOKENS, SPAN_TOKENS, SideBySide, sample_of
+from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.model import LanguageModel
 
 from .gated import policy
@@ -39,6 +40,10 @@ class CountedModel(LanguageModel):
         if isinstance(attention, SideBySide):
             self.measuring.append(token_ids.numel())
         return super().hidden(token_ids, positions, attention)
+
+    def begin(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayeredForward:
+        self.total += token_ids.numel()
+        return super().begin(token_ids, positions)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -72,7 +77,7 @@ def test_losses_equal_a_dense_stock_model_that_sees_the_kept_rows(kind: str) -> 
         assert item.nll_kept != pytest.approx(full, rel=1e-4)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("evicts", [True, False], ids=["kvzip", "none"])
 def test_the_loss_is_that_of_the_rows_as_they_are_stored(
     model: LanguageModel, quantization: str, evicts: bool
@@ -123,6 +128,18 @@ def test_the_same_document_is_measured_alike_at_every_build(model: LanguageModel
     assert at_once is not None
     assert at_higher is not None
     assert at_higher.nll_kept == pytest.approx(at_once.nll_kept, rel=1e-5)
+
+
+def test_a_prompt_stands_before_the_spans_and_counts_as_work() -> None:
+    ids, prompt = list(range(10_000, 14_000)), range(30)
+    without, asked = sample_of(ids, 8000), sample_of(ids, 8000, prompt)
+    assert without is not None
+    assert asked is not None
+    assert asked.ids[:30] == tuple(prompt)
+    assert min(asked.counted) == 30 + LEAD_TOKENS - 1
+    assert (asked.num_ratios + 1) * len(asked.ids) <= 0.07 * 8000
+    assert sample_of(ids, 1500) is not None
+    assert sample_of(ids, 1500, prompt) is None
 
 
 def test_spans_are_pieces_of_the_document_spread_over_it() -> None:
