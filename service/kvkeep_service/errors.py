@@ -7,12 +7,12 @@
     │   ├── EmptyDocument
     │   ├── DocumentTooLong
     │   ├── QuestionTooLong
-    │   ├── BodyTooLarge
-    │   ├── UnsupportedMediaType
+    │   ├── BodyTooLarge *
+    │   ├── UnsupportedMediaType *
     │   ├── TemplateChangesPrefix
     │   └── IdempotencyMismatch
-    ├── Unauthenticated
-    ├── Forbidden
+    ├── Unauthenticated *
+    ├── Forbidden *
     ├── Missing                  not there, or no longer
     │   ├── ModelNotFound
     │   ├── ContextNotFound
@@ -31,8 +31,8 @@
         ├── MemoryShort
         └── WorkerUnavailable
 
-Statuses and titles are in ``api/errors.py``. No message carries text of a document, a question
-or an answer.
+An asterisk: in ``api/refusals.py``. Statuses and titles are in ``api/errors.py``. No message
+carries text of a document, a question or an answer.
 """
 
 from collections.abc import Mapping
@@ -117,29 +117,6 @@ class QuestionTooLong(Invalid):
         self.max_tokens = max_tokens
 
 
-class BodyTooLarge(Invalid):
-    """The request body passes the byte limit; it was not read to its end."""
-
-    code = "body_too_large"
-
-    def __init__(self, limit_bytes: int) -> None:
-        """Name the limit in bytes."""
-        super().__init__(
-            f"the request body is larger than {limit_bytes} bytes", limit_bytes=limit_bytes
-        )
-        self.limit_bytes = limit_bytes
-
-
-class UnsupportedMediaType(Invalid):
-    """The body is not declared as JSON."""
-
-    code = "unsupported_media_type"
-
-    def __init__(self, media_type: str) -> None:
-        """Name the media type that was sent; empty when none was."""
-        super().__init__(f"send application/json, not {media_type or 'a body without a type'!r}")
-
-
 class TemplateChangesPrefix(Invalid):
     """The chat template renders another document prefix with these query options.
 
@@ -165,22 +142,6 @@ class IdempotencyMismatch(Invalid):
     def __init__(self) -> None:
         """The key is the caller's; it is not repeated."""
         super().__init__("this Idempotency-Key was used with another body")
-
-
-class Unauthenticated(ServiceError):
-    """No key, or one that is not known."""
-
-    code = "unauthenticated"
-
-    def __init__(self) -> None:
-        """Say nothing about what was sent."""
-        super().__init__("send a valid key as 'Authorization: Bearer KEY'")
-
-
-class Forbidden(ServiceError):
-    """This may not be asked in this way, whoever asks."""
-
-    code = "forbidden"
 
 
 class Missing(ServiceError):

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep_service.api.connection import ClientGone
 from kvkeep_service.api.errors import failure_of
-from kvkeep_service.errors import BodyTooLarge
+from kvkeep_service.api.refusals import BodyTooLarge
 from kvkeep_service.telemetry import where
 
 _log = structlog.get_logger(__name__)

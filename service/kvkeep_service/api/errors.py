@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from kvkeep_service.api.refusals import Unauthenticated
 from kvkeep_service.errors import (
     IdempotencyInFlight,
     InvalidEncoding,
     InvalidRequest,
     ServiceError,
-    Unauthenticated,
 )
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.telemetry import where

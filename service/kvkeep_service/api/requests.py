@@ -7,8 +7,9 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
+from kvkeep_service.api.refusals import UnsupportedMediaType
 from kvkeep_service.api.strict import WAIT_SECONDS_MAX
-from kvkeep_service.errors import InvalidEncoding, InvalidRequest, UnsupportedMediaType
+from kvkeep_service.errors import InvalidEncoding, InvalidRequest
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.ports import Worker
 from kvkeep_service.registry import Registry

@@ -11,8 +11,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvkeep_service.api.errors import failure_of
+from kvkeep_service.api.refusals import Forbidden, Unauthenticated
 from kvkeep_service.config import is_loopback
-from kvkeep_service.errors import Forbidden, ServiceError, Unauthenticated
+from kvkeep_service.errors import ServiceError
 
 DEFAULT_TENANT: Final = "default"
 

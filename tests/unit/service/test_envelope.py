@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep_service.api.connection import ClientGone
 from kvkeep_service.api.envelope import Envelope
-from kvkeep_service.errors import BodyTooLarge
+from kvkeep_service.api.refusals import BodyTooLarge
 
 LIMIT = 10
 
