@@ -1,6 +1,7 @@
 """The engine side of a benchmark: builds, questions and decoding, driven without a scheduler."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +56,11 @@ class EngineSide:
         compression = CompressionSpec("none" if ratio == 1.0 else "kvzip", ratio, scoring)
         return self.planner.plan(TENANT, DocumentSpec(text), compression)
 
-    def policy(self, scoring: Scoring, chunk_tokens: int) -> KVzip:
+    def policy(self, scoring: Scoring, chunk_tokens: int, neighbours: int = 0) -> KVzip:
         """A policy with another chunk than the server's own."""
-        return KVzip(self._prompts, scoring=scoring, chunk_tokens=chunk_tokens)
+        return KVzip(
+            self._prompts, scoring=scoring, chunk_tokens=chunk_tokens, neighbours=neighbours
+        )
 
     def build(
         self, plan: BuildPlan, ratios: Several[float], policy: KVzip | None = None
@@ -76,6 +79,24 @@ class EngineSide:
             except StopIteration as finished:
                 built: BuiltCache = finished.value
                 return built
+
+    def timed_stages(
+        self, plan: BuildPlan, ratios: Several[float], clock: Callable[[], float]
+    ) -> dict[str, float]:
+        """Run a whole build; seconds of each of its stages by ``clock``, in their order."""
+        seconds: dict[str, float] = {}
+        last = clock()
+        for step in build(
+            self.loaded.language_model,
+            plan.document,
+            policy=plan.policy,
+            ratios=ratios,
+            quantization=plan.quantization,
+        ):
+            now = clock()
+            seconds[step.stage] = seconds.get(step.stage, 0.0) + now - last
+            last = now
+        return seconds
 
     def question_ids(self, question: str) -> list[int]:
         """Token ids that follow the document."""

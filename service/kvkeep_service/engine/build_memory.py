@@ -11,10 +11,12 @@ _BYTES_PER_ROW = 4 + 4 + 8
 def build_bytes(model: LanguageModel, num_tokens: int) -> int:
     """Most bytes that a build of ``num_tokens`` tokens holds: full cache, scratch of scoring.
 
-    Kept rows take the place of the full cache, layer by layer. Activations of a slice, which do
-    not grow with the document, are not counted.
+    That scratch is one layer's: what a repeat input sees of the document, and its own rows. Kept
+    rows take the place of the full cache, layer by layer. Activations of a slice, which do not
+    grow with the document, are not counted.
     """
     shape = model.shape
-    repeated = min(num_tokens, _REPEAT_TOKENS)
     rows = shape.num_layers * shape.num_kv_heads * num_tokens
-    return shape.full_bytes(num_tokens + repeated, model.dtype) + _BYTES_PER_ROW * rows
+    seen = num_tokens + min(num_tokens, _REPEAT_TOKENS)
+    scratch = 2 * shape.num_kv_heads * seen * shape.head_dim * model.dtype.itemsize
+    return shape.full_bytes(num_tokens, model.dtype) + scratch + _BYTES_PER_ROW * rows
