@@ -105,7 +105,8 @@ def _runs(band: int, others: list[_Span], rows: list[_Span]) -> Iterator[Run]:
     gathered, size_bytes = others, sum(span.size_bytes for span in others)
     for layer in layers:
         layer_bytes = sum(span.size_bytes for span in layer)
-        is_full = size_bytes >= RANGE_BYTES or size_bytes + layer_bytes >= 2 * RANGE_BYTES
+        # Half-way between the limits: each range costs a round trip, and the last ones idle cores.
+        is_full = size_bytes >= 1.5 * RANGE_BYTES or size_bytes + layer_bytes >= 2 * RANGE_BYTES
         if gathered and is_full:
             yield tuple(_ranges(band, gathered))
             gathered, size_bytes = [], 0

@@ -7,6 +7,9 @@ its deadline ends the whole reading with ``StillWriting``.
 """
 
 import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -16,7 +19,7 @@ from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.doubts import Doubts
 from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
 from kvkeep_storage.keys import GenerationKey
-from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts
+from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts, touch
 from kvkeep_storage.manifest import Manifest
 from kvkeep_storage.part_digests import PartDigest, RangeDigests
 from kvkeep_storage.range_plan import RangeRead, Run, plan_ranges
@@ -58,6 +61,7 @@ class Reading:
         self._key = key
         self._manifest = manifest
         self._doubts = doubts
+        self._is_touched = False
 
     async def read(self, bands: range, announcer: Announcer | None) -> None:
         """Read and verify every part of some bands. Modifies: their rows in ``rows``.
@@ -66,14 +70,38 @@ class Reading:
         Raises: Corrupt when bytes are proven wrong; NotFound; ObjectsUnavailable after bounded
         retries; StillWriting.
         """
-        found = await run_together(
-            (self._doubts.settle(partial(self._layout, band)) for band in bands),
-            limit=PARALLEL_READS,
-        )
-        layouts = dict(zip(bands, found, strict=True))
-        missing = await asyncio.to_thread(layer_parts, self.rows.counts, self.rows.layers, bands)
-        while missing:
-            missing = await self._pass(layouts, missing, announcer)
+        if not bands:
+            return
+        async with self._touched():
+            found = await run_together(
+                (self._doubts.settle(partial(self._layout, band)) for band in bands),
+                limit=PARALLEL_READS,
+            )
+            layouts = dict(zip(bands, found, strict=True))
+            missing = await asyncio.to_thread(
+                layer_parts, self.rows.counts, self.rows.layers, bands
+            )
+            runs = await asyncio.to_thread(plan_ranges, layouts, missing)
+        while missing := await self._pass(runs, missing, announcer):
+            runs = await asyncio.to_thread(plan_ranges, layouts, missing)
+
+    @asynccontextmanager
+    async def _touched(self) -> AsyncIterator[None]:
+        """Have the memory ready for what is read after this; once, when nothing is there yet.
+
+        Planning keeps one core busy, and waiting for a store none.
+        """
+        if self._is_touched:
+            yield
+            return
+        self._is_touched = True
+        stop = threading.Event()
+        touching = asyncio.create_task(asyncio.to_thread(touch, self.rows.layers, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await touching
 
     async def _layout(self, band: int) -> SlabLayout:
         """Check the size of a slab, and its header."""
@@ -107,16 +135,15 @@ class Reading:
 
     async def _pass(
         self,
-        layouts: dict[int, SlabLayout],
+        runs: list[Run],
         missing: list[LayerPart],
         announcer: Announcer | None,
     ) -> list[LayerPart]:
-        """Read parts once; return those that were wrong, for another pass.
+        """Read parts once, as planned; return those that were wrong, for another pass.
 
         A pass goes to its end before wrong bytes are weighed, so that the next one has each of
         them to read again and no other.
         """
-        runs = await asyncio.to_thread(plan_ranges, layouts, missing)
         digests = {part: PartDigest(sum(part.sizes)) for part in missing}
         # What the other runs of a band go on from; the first comes before them.
         begun = {run[0].band: asyncio.Event() for run in runs}

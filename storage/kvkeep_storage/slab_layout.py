@@ -50,19 +50,19 @@ def read_layout(
     if found != digests.header_digest:
         raise Corrupt("header", f"its digest is {found}, not {digests.header_digest}")
     tensors = _parse(header[8:])
+    heads = counts.shape[1]
     starts = []
     spans = []
-    for layer, heads in enumerate(counts):
-        rows = int(heads.sum())
+    for layer, rows in enumerate(counts.sum(axis=1).tolist()):
         names = tensor_names(layer, quantization, band)
-        shapes: list[tuple[str, tuple[int, ...]]] = [("I32", (len(heads),)), ("I32", (rows,))]
+        shapes: list[tuple[str, tuple[int, ...]]] = [("I32", (heads,)), ("I32", (rows,))]
         if quantization == "none":
             shapes += [(_DTYPE_NAMES[dtype], (rows, head_dim))] * 2
         else:
             shapes += [("U8", (rows, row_bytes(dtype, quantization, head_dim)))] * 2
             shapes += [("F16", (rows,))] * len(SCALE_NAMES[quantization])
         if len(names) > len(shapes):
-            shapes.append(("F16", (len(heads), head_dim)))
+            shapes.append(("F16", (heads, head_dim)))
         found_here = [
             _span(tensors, name, *shape) for name, shape in zip(names, shapes, strict=True)
         ]
