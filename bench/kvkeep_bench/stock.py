@@ -50,6 +50,33 @@ class StockModel:
 
     def step_over(self, tokens: int) -> Callable[[], None]:
         """What reads one more token after a cache of ``tokens`` random rows, which it makes."""
+        cache = self._random_cache(tokens)
+        token = torch.tensor([[100]])
+
+        def step() -> None:
+            self._model(input_ids=token, past_key_values=cache, use_cache=True)
+
+        return step
+
+    def answer_over(self, tokens: int, question_tokens: int, answer_tokens: int) -> float:
+        """Seconds of ``generate`` for one question after a full cache of random rows.
+
+        Making the cache is not counted: it is read once, and used by every question.
+        """
+        cache = self._random_cache(tokens)
+        ids = torch.randint(100, 20_000, (1, tokens + question_tokens))
+        started = time.perf_counter()
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=answer_tokens,
+            do_sample=False,
+            eos_token_id=[],
+        )
+        return time.perf_counter() - started
+
+    def _random_cache(self, tokens: int) -> DynamicCache:
         config = self._model.config
         heads = config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or (
@@ -59,12 +86,7 @@ class StockModel:
         for layer in range(config.num_hidden_layers):
             k, v = torch.randn(2, 1, heads, tokens, head_dim).to(self._model.dtype)
             cache.update(k, v, layer)
-        token = torch.tensor([[100]])
-
-        def step() -> None:
-            self._model(input_ids=token, past_key_values=cache, use_cache=True)
-
-        return step
+        return cache
 
     def generate(self, ids: Tensor, tokens: int, chunk_tokens: int | None) -> Generated:
         """Answer ids [1, tokens] greedily with ``generate``, never stopping early.

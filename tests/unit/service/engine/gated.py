@@ -39,12 +39,14 @@ WORDS = PreTrainedTokenizerFast(
 class GatedModel(LanguageModel):
     """A model that counts its forwards, and in which a test can stop any of them.
 
-    ``batches`` holds the number of sequences of every forward that was begun.
+    ``batches`` holds the number of sequences of every forward that was begun, ``tokens`` the
+    shape [batch, tokens] of what it read.
     """
 
     def __init__(self, inner: LanguageModel) -> None:
         super().__init__(inner._model, inner.shape)
         self.batches: list[int] = []
+        self.tokens: list[tuple[int, int]] = []
         self.error: Exception | None = None
         self._gate = threading.Condition()
         self._allowed: int | None = None
@@ -90,6 +92,7 @@ class GatedModel(LanguageModel):
             if self._allowed is not None:
                 self._allowed -= 1
         self.batches.append(len(token_ids))
+        self.tokens.append((len(token_ids), token_ids.shape[1]))
         if self.error is not None:
             raise self.error
 
