@@ -1,5 +1,6 @@
 """Clients of one engine: in a closed loop, or arriving at random, with their tokens' times."""
 
+import itertools
 import random
 import statistics
 import threading
@@ -169,7 +170,7 @@ class Load:
             times = asked.token_times
             if times:
                 answers.first_token_ms.append(1000 * (times[0] - asked.submitted_at))
-            pairs = zip(times, times[1:], strict=False)
+            pairs = itertools.pairwise(times)
             answers.inter_token_ms += [1000 * (after - before) for before, after in pairs]
             answers.tokens += len(times)
         return answers
