@@ -143,7 +143,8 @@ class Bench:
         )
 
     def _build(self) -> Building:
-        return Building(self._scheduler, self._engine.policy("local", 1024), TOKENS, RATIO)
+        model, policy = self._engine.loaded.language_model, self._engine.policy("local", 1024)
+        return Building(self._scheduler, model, policy, TOKENS, RATIO)
 
 
 def _row(

@@ -7,6 +7,7 @@ import torch
 
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens, Progress, build
 from kvkeep_service.engine.builds import BuildTask
+from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.policies.kvzip import KVzip
 
@@ -14,8 +15,16 @@ from kvkeep_service.policies.kvzip import KVzip
 class Building:
     """Keeps an engine building until ``stop``; rates are in document tokens a second."""
 
-    def __init__(self, scheduler: Scheduler, policy: KVzip, tokens: int, ratio: float) -> None:
-        """Begin at once."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: LanguageModel,
+        policy: KVzip,
+        tokens: int,
+        ratio: float,
+    ) -> None:
+        """Begin at once. ``tokens`` of each document, whose cache is cut at ``ratio``."""
+        self._model = model
         self._scheduler = scheduler
         self._policy = policy
         self._tokens = tokens
@@ -49,9 +58,7 @@ class Building:
         generator = torch.Generator().manual_seed(self._done)
         ids = torch.randint(100, 20_000, (self._tokens,), generator=generator).tolist()
         document = DocumentTokens(ids[:20], ids[20:], torch.zeros(len(ids) - 20, dtype=torch.bool))
-        steps = build(
-            self._scheduler.build_model, document, policy=self._policy, ratios=(self._ratio,)
-        )
+        steps = build(self._model, document, policy=self._policy, ratios=(self._ratio,))
         self._task = BuildTask(steps, self._on_progress, self._on_finished)
         self._scheduler.submit_build(self._task)
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.builds import BuildTask
+from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.heartbeat import ContextDeleted
 from kvkeep_service.plan import BuildPlan
@@ -13,6 +14,7 @@ from kvkeep_service.plan import BuildPlan
 
 async def run_build(
     scheduler: Scheduler,
+    model: LanguageModel,
     plan: BuildPlan,
     ratios: tuple[float, ...],
     report: Callable[[Progress], None],
@@ -35,7 +37,7 @@ async def run_build(
 
     task = BuildTask(
         steps=build(
-            scheduler.build_model,
+            model,
             plan.document,
             policy=plan.policy,
             ratios=ratios,

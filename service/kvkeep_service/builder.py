@@ -212,7 +212,7 @@ class Builder:
             ratios = band_ratios(ratio, (*relied_on, body.ratio))
             started = time.time()
             async with self._room(plan):
-                built = await run_build(self._scheduler, plan, ratios, report)
+                built = await run_build(self._scheduler, self._model, plan, ratios, report)
             facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))

@@ -2,12 +2,9 @@
 
 No model file is patched or copied. The model's forward carries a keyword argument, the
 *attention pass*, down to every layer; the pass knows what this forward is for (prefill, repeat,
-question, decode), owns the KV it appends to, and calls the kernels. Long work wraps its passes in
-``MakingWay``, so that more urgent forwards have their turn in every layer.
+question, decode), owns the KV it appends to, and calls the kernels.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -29,25 +26,6 @@ class AttentionPass(Protocol):
             head_dim], rotated. Returns q's shape.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class MakingWay:
-    """A pass of long work, and what is called behind each layer's attention.
-
-    Whatever that does, forwards of the same model included, changes nothing of the long work;
-    what it raises ends the forward.
-    """
-
-    inner: AttentionPass
-    make_way: Callable[[], None]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``."""
-        out = self.inner.attend(layer, q, k, v, scale)
-        # Behind the pass: what it has been shown of this layer's input is used by now.
-        self.make_way()
-        return out
 
 
 def register_attention() -> None:

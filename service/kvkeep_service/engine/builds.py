@@ -19,10 +19,6 @@ class BuildTask:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
-class Abandoned(Exception):
-    """Raised through the forward of a build that nobody wants any more."""
-
-
 class Builds:
     """Waiting builds, and the one that runs. Only ``submit`` and ``len`` for other threads."""
 
@@ -37,11 +33,6 @@ class Builds:
         """Let a build wait for those before it."""
         self._tasks.append(task)
 
-    def check_wanted(self) -> None:
-        """To be called within a work item. Raises: Abandoned, when it is done for nobody."""
-        if self._tasks[0].cancelled.is_set():
-            raise Abandoned
-
     def advance(self) -> None:
         """Do one work item of the oldest build; tell its owner what came of it."""
         task = self._tasks[0]
@@ -54,7 +45,7 @@ class Builds:
         elif isinstance(outcome, BuiltCache):
             self._end(task, outcome, None)
         else:
-            self._end(task, None, None if isinstance(outcome, Abandoned) else outcome)
+            self._end(task, None, outcome)
 
     def abandon_all(self, error: BaseException) -> None:
         """Tell everybody who still waits that no build will be done."""

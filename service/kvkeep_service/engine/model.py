@@ -1,7 +1,6 @@
 """One language model, loaded: what it is, its template, and its two forwards."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from kvkeep_service.engine.attention import (
     ATTENTION_NAME,
     PASS_ARGUMENT,
     AttentionPass,
-    MakingWay,
     register_attention,
 )
 from kvkeep_service.engine.forward import LayeredForward
@@ -108,24 +106,6 @@ class LanguageModel:
         with torch.inference_mode():
             out: Tensor = self._model.lm_head(hidden)
         return out.float()
-
-
-class PoliteModel(LanguageModel):
-    """The same model for long work: in every layer of its forwards others may have their turn."""
-
-    def __init__(self, inner: LanguageModel, make_way: Callable[[], None]) -> None:
-        """``make_way`` is called on the thread of the forward; see ``MakingWay``."""
-        super().__init__(inner._model, inner.shape)
-        self._inner = inner
-        self._make_way = make_way
-
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
-        """As ``LanguageModel.hidden``."""
-        return self._inner.hidden(token_ids, positions, MakingWay(attention, self._make_way))
-
-    def begin(self, token_ids: Tensor, positions: Tensor) -> LayeredForward:
-        """As ``LanguageModel.begin``: whoever takes it from layer to layer makes way himself."""
-        return self._inner.begin(token_ids, positions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 A round of answers reads new questions, as many tokens as one slice has, and gives every running
 query one token; so questions join and leave at any token. Builds have what time is left, and a
-share of it when there is none: in every layer of their forwards they make way for the rounds that
-are due, so that an answer never waits for longer than that share and a layer.
+share of it when there is none: a work item of theirs is a slice of tokens in one layer, so that an
+answer never waits for longer than that share and one such item.
 
 A question whose context is still being loaded is read layer by layer as they arrive, but only
 while nothing else is to be done: whatever is submitted meanwhile makes the engine give that up,
@@ -22,7 +22,7 @@ from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.build_share import BuildShare
 from kvkeep_service.engine.builds import Builds, BuildTask
 from kvkeep_service.engine.fair_queue import FairQueue
-from kvkeep_service.engine.model import LanguageModel, PoliteModel
+from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
 from kvkeep_service.ports import EngineCounts
 
@@ -64,8 +64,6 @@ class Scheduler:
         """
         self._max_waiting = max_waiting
         self._threads = threads
-        # What a build is to run on: its forwards make way for answers.
-        self.build_model: LanguageModel = PoliteModel(model, self._make_way)
         self._answering = Answering(model, on_memory_short)
         self._builds = Builds()
         self._share = BuildShare(build_slice_seconds, model.device)
@@ -159,15 +157,12 @@ class Scheduler:
     def _wait_for_work(self) -> bool:
         """Block while there is nothing to do. Returns False when the thread is to end."""
         with self._wake:
-            while not (self._is_stopping or self._has_queries or self._builds):
+            while not (self._is_stopping or self._has_work):
                 self._wake.wait()
             return not self._is_stopping
 
     def _answer(self) -> bool:
-        """One round: who joins, what is read, a token for each. False when nothing could be done.
-
-        Several rounds may pass within one work item of a build.
-        """
+        """One round: who joins, what is read, a token for each. False when nothing was done."""
         started = time.perf_counter()
         self._admit()
         has_read = self._answering.read()
@@ -188,26 +183,13 @@ class Scheduler:
                 self._answering.running.append(self._waiting.take())
 
     def _build(self) -> None:
-        """One work item of a build."""
-        self._share.resume()
-        self._builds.advance()
-        self._share.pause()
-
-    def _make_way(self) -> None:
-        """Between two layers of a build: the rounds of answers that are due.
-
-        Raises: Abandoned, when the build need not go on; WorkerUnavailable.
-        """
-        self._share.pause()
-        # The build's forward is in inference mode; what a round allocates outlasts it.
-        with torch.inference_mode(mode=False):
-            while self._has_queries and self._share.is_used_up and not self._is_stopping:
-                if not self._answer():
-                    break
-        if self._is_stopping:
-            raise _stopping()
-        self._builds.check_wanted()
-        self._share.resume()
+        """One work item of a build, and more while its share lasts."""
+        while self._builds and not self._is_stopping:
+            self._share.resume()
+            self._builds.advance()
+            self._share.pause()
+            if self._share.is_used_up:
+                break
 
     def _await_layers(self) -> None:
         """Read the oldest question whose context is arriving: there is nothing else to do.
@@ -228,8 +210,8 @@ class Scheduler:
             self._awaited = None
 
     @property
-    def _has_queries(self) -> bool:
-        return bool(self._answering.running or self._waiting)
+    def _has_work(self) -> bool:
+        return bool(self._answering.running or self._waiting or self._builds)
 
     def _arrival_settled(self) -> None:
         with self._wake:
@@ -252,7 +234,7 @@ class Scheduler:
 
     def _abandon_all(self) -> None:
         """Tell everybody who still waits that the engine ended."""
-        stopped = _stopping()
+        stopped = WorkerUnavailable("the engine is stopping")
         with self._wake:
             self._is_stopping = True
             waiting = list(self._waiting)
@@ -265,7 +247,3 @@ class Scheduler:
 
 def _is_cancelled(task: QueryTask) -> bool:
     return task.cancelled.is_set()
-
-
-def _stopping() -> WorkerUnavailable:
-    return WorkerUnavailable("the engine is stopping")

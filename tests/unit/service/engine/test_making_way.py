@@ -1,15 +1,18 @@
-"""A build beside answers: how often it makes way, and that nothing of it changes by that."""
+"""A build beside answers: how often it makes way, and that nothing of it changes by that.
 
-from collections.abc import Iterator
+Who waits is in order too: tenants take turns, and what comes together is read together.
+"""
+
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 
-from kvkeep_service.engine.build import SLICE_TOKENS, BuiltCache, build
+from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.decode import SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import Overloaded, WorkerUnavailable
+from kvkeep_service.errors import Overloaded
 from kvkeep_service.policies.kvzip import KVzip
 from kvkeep_service.ports import Normalization, Scoring
 
@@ -26,12 +29,12 @@ from .gated import (
     submit,
 )
 from .models import random_document, run_build
-from .test_scheduler_builds import Building
+from .test_scheduler_builds import Building, Ended
 
 
 @pytest.fixture
 def eager(model: GatedModel) -> Iterator[Scheduler]:
-    """An engine in which a build has hardly any time of its own: it makes way in every layer."""
+    """An engine in which a build has hardly any time of its own beside answers."""
     started = Scheduler(model, max_waiting=3, build_slice_seconds=1e-9)
     started.start()
     yield started
@@ -41,10 +44,10 @@ def eager(model: GatedModel) -> Iterator[Scheduler]:
 
 @pytest.mark.parametrize("scoring", ["local", "exact"])
 @pytest.mark.parametrize("normalization", ["none", "kvzip_plus"])
-def test_a_build_interrupted_in_every_layer_gives_the_same_cache_bit_for_bit(
+def test_a_build_between_the_tokens_of_answers_gives_the_same_cache_bit_for_bit(
     plain: LanguageModel,
     model: GatedModel,
-    eager: Scheduler,
+    scheduler: Scheduler,
     contexts: list[BuiltCache],
     scoring: Scoring,
     normalization: Normalization,
@@ -58,10 +61,8 @@ def test_a_build_interrupted_in_every_layer_gives_the_same_cache_bit_for_bit(
     options = SequenceOptions(40)
     alone = [answer_alone(plain, sequence(plain, view, [3, 4], options)) for view in views]
     model.hold_after(0)
-    asked = [submit(eager, sequence(model, view, [3, 4], options)) for view in views]
-    building = Building.submitted(
-        eager, build(eager.build_model, document, policy=policy(), ratios=RATIOS)
-    )
+    asked = [submit(scheduler, sequence(model, view, [3, 4], options)) for view in views]
+    building = Building.submitted(scheduler, build(model, document, policy=policy(), ratios=RATIOS))
     model.release()
     built, error = building.wait()
     assert error is None
@@ -73,63 +74,53 @@ def test_a_build_interrupted_in_every_layer_gives_the_same_cache_bit_for_bit(
         assert torch.equal(ours.k, theirs.k)
         assert torch.equal(ours.v, theirs.v)
         assert torch.equal(ours.length, theirs.length)
-    assert eager.counts().build_seconds > 0
-    assert eager.stats() == IDLE
+    assert scheduler.counts().build_seconds > 0
+    assert scheduler.stats() == IDLE
 
 
-def test_a_token_is_decoded_behind_every_layer_of_a_build(
+def test_answers_come_first_and_a_build_takes_no_more_than_its_share(
     model: GatedModel, eager: Scheduler, contexts: list[BuiltCache]
 ) -> None:
-    document = random_document(2 * SLICE_TOKENS, prefix=0, seed=2)
-    layers = model.shape.num_layers
+    view = contexts[0].context.view(0.1)
+    done_at: list[int] = []
+
+    def steps() -> Generator[Progress, None, BuiltCache]:
+        for _ in range(3):
+            done_at.append(len(model.batches))
+            yield Progress("prefill", 0.5)
+        raise Ended
+
     model.hold_after(0)
-    _, listener = submit(
-        eager, sequence(model, contexts[0].context.view(0.1), [1], SequenceOptions(60))
-    )
-    building = Building.submitted(
-        eager, build(eager.build_model, document, policy=None, ratios=RATIOS)
-    )
+    _, listener = submit(eager, sequence(model, view, [1], SequenceOptions(30)))
+    building = Building.submitted(eager, steps())
     model.release()
+    building.wait()
     assert listener.wait().error is None
-    built, _ = building.wait()
-    assert built is not None
-    first, second = (n for n, read in enumerate(model.tokens) if read == (1, SLICE_TOKENS))
-    between = model.tokens[first + 1 : second]
-    assert between[:layers] == [(1, 1)] * layers
+    # Behind the question and its first token; what that item took, 30 tokens do not pay for.
+    assert done_at == [2, 30, 30]
 
 
-def test_a_build_that_is_cancelled_in_the_middle_of_a_slice_goes_no_further(
-    model: GatedModel, eager: Scheduler
+def test_a_build_has_the_whole_of_a_large_slice_at_once(
+    model: GatedModel, contexts: list[BuiltCache]
 ) -> None:
-    model.hold_after(0)
-    building = Building.submitted(
-        eager,
-        build(eager.build_model, random_document(2000, seed=1), policy=None, ratios=RATIOS),
-    )
-    model.wait_until_held()
-    building.task.cancelled.set()
-    model.release()
-    assert building.wait() == (None, None)
-    assert model.batches == [1]
-    assert eager.stats() == IDLE
-
-
-def test_stopping_in_the_middle_of_a_slice_tells_the_build_that_the_engine_ended(
-    model: GatedModel,
-) -> None:
-    scheduler = Scheduler(model, max_waiting=1)
+    scheduler = Scheduler(model, max_waiting=3, build_slice_seconds=3600)
     scheduler.start()
+    view = contexts[0].context.view(0.1)
+    done_at: list[int] = []
+
+    def steps() -> Generator[Progress, None, BuiltCache]:
+        for _ in range(50):
+            done_at.append(len(model.batches))
+            yield Progress("prefill", 0.5)
+        raise Ended
+
     model.hold_after(0)
-    building = Building.submitted(
-        scheduler,
-        build(scheduler.build_model, random_document(2000, seed=1), policy=None, ratios=RATIOS),
-    )
-    model.wait_until_held()
-    assert not scheduler.stop(deadline_seconds=0)
+    _, listener = submit(scheduler, sequence(model, view, [1], SequenceOptions(5)))
+    building = Building.submitted(scheduler, steps())
     model.release()
-    built, error = building.wait()
-    assert built is None
-    assert isinstance(error, WorkerUnavailable)
+    building.wait()
+    assert listener.wait().error is None
+    assert done_at == [2] * 50
     assert scheduler.stop(PATIENCE_SECONDS)
 
 
