@@ -19,6 +19,7 @@ from kvkeep_service.registry import Registry
 from kvkeep_service.sessions import Sessions
 from kvkeep_service.stores import Stores
 from kvkeep_service.worker import LocalWorker
+from kvkeep_storage.records import ContextRecord
 
 from .engine.gated import GatedModel
 from .tiny import AT_THIRD, SHORT, gated
@@ -51,8 +52,7 @@ class Service:
         self, document: DocumentSpec = SHORT, compression: CompressionSpec = AT_THIRD
     ) -> QueryRequest:
         """Register and build; return a question on it, to be varied."""
-        wanted = Registration(document, compression, None, {}, None, None)
-        record = await self.registry.register(TENANT, wanted)
+        record = await self._registered(document, compression)
         if record.status != "ready":
             assert (await self.jobs.next_end()).how == "settled"
         askable = await self.registry.open_query(TENANT, record.id, None)
@@ -65,6 +65,16 @@ class Service:
             max_tokens=8,
             return_token_ids=True,
         )
+
+    async def register(self, document: DocumentSpec) -> str:
+        """Register, and do not wait for the build. Returns the context's id."""
+        return (await self._registered(document, AT_THIRD)).id
+
+    async def _registered(
+        self, document: DocumentSpec, compression: CompressionSpec
+    ) -> ContextRecord:
+        wanted = Registration(document, compression, None, {}, None, None)
+        return await self.registry.register(TENANT, wanted)
 
     async def answer(self, request: QueryRequest) -> AnswerEvent:
         pieces = []
