@@ -13,6 +13,7 @@ from kvkeep_service.ports import CompressionSpec, DocumentSpec, Quantization, Sp
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registration import Registration
 from kvkeep_service.registry import Registry
+from kvkeep_service.sessions import Sessions
 from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.documents import DocumentBody, get_mirror
 from kvkeep_storage.jobs import MAX_ATTEMPTS
@@ -103,7 +104,8 @@ async def test_whole_heads_wait_for_a_server_that_knows_their_scores(
 ) -> None:
     scores = HeadScores(((0.5, 0.25), (0.125, 0.75)), "digest")
     options = {"owner": "calibrated", "max_queue": 1, "resident_bytes": 0, "head_scores": scores}
-    worker = LocalWorker(tiny, bench.stores, Recovery(bench.stores, rebuilds=True), **options)
+    recovery, sessions = Recovery(bench.stores, rebuilds=True), Sessions(0, 60)
+    worker = LocalWorker(tiny, bench.stores, recovery, sessions=sessions, **options)
     compression = CompressionSpec("kvzip_head", 0.6)
     wanted = Registration(SHORT, compression, None, {}, None, None)
     record = await Registry(bench.stores, worker).register(TENANT, wanted)
