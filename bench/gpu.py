@@ -286,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options.report.parent.mkdir(parents=True, exist_ok=True)
     report = Report(options.report)
-    clock = Clock(device, options.seconds, repeats=2 if options.small else 20)
+    rehearsed = {"warm_ups": 1, "repeats": 1} if options.small else {}
+    clock = Clock(device, options.seconds, **rehearsed)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU (rehearsal)"
     report.add("# Kernels on a GPU")
     report.add()

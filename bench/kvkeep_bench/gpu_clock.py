@@ -16,8 +16,11 @@ class OutOfTime(Exception):
 class Clock:
     """Measures steps on one device until the budget is spent."""
 
-    def __init__(self, device: torch.device, seconds: float, repeats: int = 20) -> None:
+    def __init__(
+        self, device: torch.device, seconds: float, *, warm_ups: int = 3, repeats: int = 20
+    ) -> None:
         self.device = device
+        self._warm_ups = warm_ups
         self._ends_at = time.monotonic() + seconds
         self._repeats = repeats
 
@@ -34,7 +37,7 @@ class Clock:
         """
         self.require(2.0)
         replay = self._captured(steps)
-        for _ in range(3):
+        for _ in range(self._warm_ups):
             replay()
         times = [self._once(replay) for _ in range(self._repeats)]
         return statistics.median(times) / len(steps)
@@ -42,7 +45,7 @@ class Clock:
     def milliseconds_launched(self, step: Step) -> float:
         """Median time of one step with its launches from the host, which waits after each."""
         self.require(2.0)
-        for _ in range(3):
+        for _ in range(self._warm_ups):
             step()
         return statistics.median(self._once(step) for _ in range(self._repeats))
 

@@ -26,7 +26,7 @@ def test_a_step_reads_each_kept_row_once_however_many_share_it() -> None:
 
 
 # A tile that is full, and one of the fewest rows; fp32 where it is nearest to spilling; contexts
-# of int4 and fp8 everywhere, as they take more registers than those of int8.
+# of int4 everywhere, as they take the most registers, and of fp8, which no target has to know.
 CONFIGURATIONS = [
     *(
         (target, torch.bfloat16, width, None, None)
