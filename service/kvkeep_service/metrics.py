@@ -114,6 +114,8 @@ def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
     yield _gauge("running_loads", "Caches being brought; 0 at idle.", stats.running_loads)
     yield _gauge("running_queries", "Questions in the engine.", stats.running_queries)
     yield _gauge("waiting_queries", "Questions that wait for the engine.", stats.waiting_queries)
+    yield _gauge("sessions", "Answers that can be continued.", stats.sessions)
+    yield _gauge("session_bytes", "K and V kept to continue answers.", stats.session_bytes)
     yield _gauge("running_builds", "Builds of this process.", stats.running_builds)
     yield _gauge(
         "reserved_bytes", "Kept free for builds and tails; 0 at idle.", stats.reserved_bytes

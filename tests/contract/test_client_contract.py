@@ -13,13 +13,13 @@ from kvkeep_client import APIError, ExpiresAfter, calls
 from kvkeep_client.errors import Problem, error_for
 from kvkeep_client.fields import Fields
 from kvkeep_client.models import read_answer, read_context, read_page
-from kvkeep_service.api.answer_views import AnswerView
+from kvkeep_service.api.answer_views import AnswerList, AnswerView
 from kvkeep_service.api.errors import CATALOGUE
 from kvkeep_service.api.query_schemas import Query
 from kvkeep_service.api.schemas import ContextCreate, ContextPatch
 from kvkeep_service.api.views import ContextList, ContextView
 
-from ..unit.client.stand_in import StandIn, answer_object, context_object
+from ..unit.client.stand_in import StandIn, answer_object, context_object, logprobs_object
 
 
 @pytest.mark.parametrize("status", ["queued", "ready", "failed"])
@@ -36,6 +36,10 @@ def test_the_stand_in_answers_as_the_server_does() -> None:
     assert json.loads(AnswerView.model_validate(answer).to_json()) == answer
     ids = {"prompt_token_ids": [1], "token_ids": [2]}
     assert json.loads(AnswerView.model_validate(answer | ids).to_json()) == answer | ids
+    told = answer | {"logprobs": logprobs_object()}
+    assert json.loads(AnswerView.model_validate(told).to_json()) == told
+    answers = {"object": "list", "data": [answer, told]}
+    assert json.loads(AnswerList.model_validate(answers).to_json()) == answers
 
 
 def test_the_client_reads_what_the_server_shows() -> None:
@@ -92,11 +96,26 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         top_k=40,
         seed=7,
         stop=["\n"],
+        logprobs=True,
+        top_logprobs=3,
         return_token_ids=True,
         chat_template_kwargs={"enable_thinking": True},
     )
     assert calls.QueryOptions.__annotations__.keys() <= _sent(call)
-    Query.model_validate_json(call.body or b"")
+    Query.model_validate_json(call.body or b"").asked()
+
+    call = calls.query_many("ctx_1", ["When?", "Who?"], max_tokens=16)
+    assert len(Query.model_validate_json(call.body or b"").asked()) == 2
+    talk: list[calls.Message] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "When?"},
+    ]
+    call = calls.query("ctx_1", talk, stream=True)
+    assert Query.model_validate_json(call.body or b"").asked()[0].system == "Be brief."
+    earlier = calls.Continued("ans_01K9Z3V5J8Q6W2E4R7T1Y0N5PX", fork=True)
+    call = calls.query("ctx_1", "When?", stream=False, continued=earlier)
+    sent = Query.model_validate_json(call.body or b"")
+    assert (sent.session, sent.fork, len(sent.asked())) == (earlier.answer_id, True, 1)
 
     call = calls.update_context("ctx_1", name=None, metadata={}, expires_after=None)
     ContextPatch.model_validate_json(call.body or b"")

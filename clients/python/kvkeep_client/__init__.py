@@ -1,4 +1,5 @@
 from kvkeep_client.answers import AnswerStream
+from kvkeep_client.calls import Message
 from kvkeep_client.client import KVKeep
 from kvkeep_client.contexts import Context, Contexts
 from kvkeep_client.errors import (
@@ -27,6 +28,7 @@ from kvkeep_client.errors import (
     RateLimited,
     ServerFault,
     ServerUnreachable,
+    SessionGone,
     StorageFull,
     StreamInterrupted,
     TemplateChangesPrefix,
@@ -36,7 +38,15 @@ from kvkeep_client.errors import (
     Unavailable,
     UnexpectedResponse,
 )
-from kvkeep_client.models import UNSET, Answer, ContextInfo, ExpiresAfter
+from kvkeep_client.models import (
+    UNSET,
+    Answer,
+    ContextInfo,
+    ExpiresAfter,
+    TokenChance,
+    TokenLogprob,
+)
+from kvkeep_client.sessions import Session
 
 __all__ = [
     "UNSET",
@@ -65,6 +75,7 @@ __all__ = [
     "InvalidRequest",
     "KVKeep",
     "KVKeepError",
+    "Message",
     "ModelNotFound",
     "NotFound",
     "QuestionTooLong",
@@ -72,10 +83,14 @@ __all__ = [
     "RateLimited",
     "ServerFault",
     "ServerUnreachable",
+    "Session",
+    "SessionGone",
     "StorageFull",
     "StreamInterrupted",
     "TemplateChangesPrefix",
     "TimedOut",
+    "TokenChance",
+    "TokenLogprob",
     "TooLarge",
     "Unauthenticated",
     "Unavailable",

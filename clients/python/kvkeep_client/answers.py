@@ -1,6 +1,6 @@
 """An answer that arrives piece by piece."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -15,8 +15,12 @@ class AnswerStream:
     Leaving the loop early hangs up, which stops the generation on the server.
     """
 
-    def __init__(self, events: EventStream) -> None:
+    def __init__(
+        self, events: EventStream, on_whole: Callable[[Answer], None] = lambda _: None
+    ) -> None:
+        """``on_whole`` is told of the answer once it is whole."""
         self._events = events
+        self._on_whole = on_whole
         self._answer: Answer | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -31,6 +35,7 @@ class AnswerStream:
                     yield event.data.text("text")
                 elif event.name == "done":
                     self._answer = read_answer(event.data)
+                    self._on_whole(self._answer)
                     return
         raise StreamInterrupted(
             "the server closed the stream before the answer was whole",

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, TypeAlias, TypedDict, Unpack
 from urllib.parse import quote
 
 from kvkeep_client.models import UNSET, ExpiresAfter, Unset
@@ -58,7 +58,8 @@ class QueryOptions(TypedDict, total=False):
 
     ``ratio`` is one of the context's ``ratios_available``, below 0.15 only with ``allow_lossy``;
     with ``min_ratio``, another of them, less will do where that much is not in memory yet, and
-    the answer's ``ratio`` says how much it was. ``temperature`` 0 is greedy.
+    the answer's ``ratio`` says how much it was. ``temperature`` 0 is greedy. ``top_logprobs``, up
+    to 20, needs ``logprobs``.
     """
 
     system: str | None
@@ -71,8 +72,29 @@ class QueryOptions(TypedDict, total=False):
     top_k: int
     seed: int | None
     stop: Sequence[str]
+    logprobs: bool
+    top_logprobs: int
     return_token_ids: bool
     chat_template_kwargs: Mapping[str, object]
+
+
+class Message(TypedDict):
+    """A turn of a conversation. "system" only stands before all others."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+Asked: TypeAlias = str | Sequence[Message]
+"""A question, or a conversation that ends with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """An answer to go on from; with ``fork`` it can be continued once more."""
+
+    answer_id: str
+    fork: bool = False
 
 
 _COMPRESSION = (
@@ -168,9 +190,25 @@ def watch_context(context_id: str) -> Call:
     return Call("GET", _path(context_id, "/events"))
 
 
-def query(context_id: str, question: str, *, stream: bool, **options: Unpack[QueryOptions]) -> Call:
+def query(
+    context_id: str,
+    asked: Asked,
+    *,
+    stream: bool,
+    continued: Continued | None = None,
+    **options: Unpack[QueryOptions],
+) -> Call:
     """Ask one question; answered as one object, or as server-sent events."""
-    body: dict[str, object] = {"question": question, "stream": stream, **options}
+    what = {"question": asked} if isinstance(asked, str) else {"messages": list(asked)}
+    body: dict[str, object] = {**what, "stream": stream, **options}
+    if continued is not None:
+        body |= {"session": continued.answer_id, "fork": continued.fork}
+    return _with_body("POST", _path(context_id, "/query"), body)
+
+
+def query_many(context_id: str, questions: Sequence[str], **options: Unpack[QueryOptions]) -> Call:
+    """Ask several questions at once; answered as a list."""
+    body: dict[str, object] = {"questions": list(questions), **options}
     return _with_body("POST", _path(context_id, "/query"), body)
 
 

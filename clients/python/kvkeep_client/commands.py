@@ -1,4 +1,4 @@
-"""The commands of ``kvkeep``: put, ask, prefetch, ls, rm, show.
+"""The commands of ``kvkeep``: put, ask, chat, prefetch, ls, rm, show.
 
 Standard output has the result and nothing else, so that it can be piped; everything about the
 way there goes to standard error. With ``--json`` both are JSON.
@@ -138,7 +138,7 @@ def put(
 @app.command()
 def ask(
     context_id: ContextId,
-    question: Annotated[str, typer.Argument(help="The question.")],
+    questions: Annotated[list[str], typer.Argument(metavar="QUESTION...", help="One or more.")],
     ratio: Ratio = None,
     min_ratio: Annotated[
         float | None, typer.Option(help="The least that will do while more is loaded.")
@@ -149,7 +149,7 @@ def ask(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Ask one question; the answer appears as it is written."""
+    """Ask a question, whose answer appears as it is written; or several at once."""
     options: QueryOptions = {
         "ratio": ratio,
         "min_ratio": min_ratio,
@@ -160,13 +160,44 @@ def ask(
         context = kv.contexts.get(context_id)
         if not context.info.is_ready:
             context.wait(progress=not as_json)
-        if as_json:
-            _print_json(context.query(question, **options).received)
+        if len(questions) > 1:
+            answers = context.query_many(questions, **options)
+            if as_json:
+                _print_json([answer.received for answer in answers])
+                return
+            for question, answer in zip(questions, answers, strict=True):
+                _print(f"{question}\n{answer.answer}\n")
             return
-        with context.stream(question, **options) as stream:
+        if as_json:
+            _print_json(context.query(questions[0], **options).received)
+            return
+        with context.stream(questions[0], **options) as stream:
             _write(stream)
         if stream.answer.finish_reason == "length":
             _say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
+
+
+@app.command()
+def chat(
+    context_id: ContextId,
+    ratio: Ratio = None,
+    allow_lossy: AllowLossy = False,
+    max_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.")] = 256,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Talk about a context: a question a line, each going on from the last, until the end."""
+    options: QueryOptions = {"ratio": ratio, "allow_lossy": allow_lossy, "max_tokens": max_tokens}
+    with _connected(url, api_key, as_json=False) as kv:
+        context = kv.contexts.get(context_id)
+        if not context.info.is_ready:
+            context.wait(progress=True)
+        session = context.session()
+        for question in _lines():
+            with session.stream(question, **options) as stream:
+                _write(stream)
+            # All that follows is read as the first question was.
+            options["ratio"] = None
 
 
 @app.command()
@@ -233,6 +264,19 @@ def show(
         return
     for title, value in details(info):
         _print(f"{title:<10}{value}")
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input that are not blank; asked for, where somebody is to type them."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
 
 
 def _write(stream: AnswerStream) -> None:

@@ -2,14 +2,14 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self, Unpack
 
 from kvkeep_client import calls
 from kvkeep_client.answers import AnswerStream
-from kvkeep_client.calls import CreateOptions, Order, QueryOptions
+from kvkeep_client.calls import Asked, CreateOptions, Order, QueryOptions
 from kvkeep_client.errors import (
     ContextExpired,
     ContextFailed,
@@ -24,10 +24,12 @@ from kvkeep_client.models import (
     ExpiresAfter,
     Unset,
     read_answer,
+    read_answers,
     read_context,
     read_page,
 )
 from kvkeep_client.progress import build_bar
+from kvkeep_client.sessions import Session
 from kvkeep_client.transport import Transport
 
 PAGE_SIZE = 100
@@ -109,21 +111,37 @@ class Context:
                 if self.info.is_settled:
                     return
 
-    def query(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
+    def query(self, question: Asked, **options: Unpack[QueryOptions]) -> Answer:
         """Ask one question and return the whole answer.
 
-        Raises: ContextNotReady, QuestionTooLong and the other errors of the API.
+        ``question`` may be a conversation that ends with one: messages of "user" and "assistant"
+        in turns. Raises: ContextNotReady, QuestionTooLong and the other errors of the API.
         """
         call = calls.query(self.id, question, stream=False, **options)
         return read_answer(self._transport.fields(call))
 
-    def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
-        """Ask one question and return its text as it is generated.
+    def query_many(
+        self, questions: Sequence[str], **options: Unpack[QueryOptions]
+    ) -> tuple[Answer, ...]:
+        """Ask up to 64 questions at once, each as if it were alone; answers in their order.
+
+        Raises: as ``query``; one question that fails ends all.
+        """
+        call = calls.query_many(self.id, questions, **options)
+        return read_answers(self._transport.fields(call))
+
+    def stream(self, question: Asked, **options: Unpack[QueryOptions]) -> AnswerStream:
+        """Ask one question, or go on with a conversation; return its text as it is generated.
 
         The question is sent here, so errors before the first token are raised here.
         """
         call = calls.query(self.id, question, stream=True, **options)
         return AnswerStream(self._transport.events(call))
+
+    def session(self, answer: Answer | str | None = None) -> Session:
+        """Begin a conversation, or go on from an earlier answer or its id. Sends nothing."""
+        answer_id = answer.id if isinstance(answer, Answer) else answer
+        return Session(self._transport, self.id, answer_id)
 
     def update(
         self,

@@ -27,7 +27,8 @@ KVKeepError                      every error carries code, status, request_id an
     │   ├── HeadScoresMissing
     │   └── IdempotencyInFlight
     ├── Gone                     410
-    │   └── ContextExpired
+    │   ├── ContextExpired
+    │   └── SessionGone
     ├── RateLimited              429
     │   └── QuotaExceeded
     ├── ServerFault              500
@@ -225,6 +226,16 @@ class ContextExpired(Gone):
     """The context passed its expiry."""
 
 
+class SessionGone(Gone):
+    """The answer cannot be continued any more: ask with the whole conversation as messages."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why: "unknown", "continued", "expired", "evicted" or "cache_replaced"."""
+        reason = self.facts.get("reason")
+        return reason if isinstance(reason, str) else None
+
+
 class RateLimited(APIError):
     """Too many requests for now."""
 
@@ -268,6 +279,7 @@ _BY_CODE: Mapping[str, type[APIError]] = {
     "head_scores_missing": HeadScoresMissing,
     "idempotency_in_flight": IdempotencyInFlight,
     "context_expired": ContextExpired,
+    "session_gone": SessionGone,
     "quota_exceeded": QuotaExceeded,
 }
 _BY_STATUS: Mapping[int, type[APIError]] = {

@@ -133,10 +133,27 @@ class AnswerTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenChance:
+    """A token and the natural logarithm of its probability, before any sampling option."""
+
+    token: str
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob(TokenChance):
+    """A token of an answer, and the likeliest ones in its place."""
+
+    top: tuple[TokenChance, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """One answer. ``ratio`` is the fraction of the cache that was read.
 
-    The token ids are there when they were asked for with ``return_token_ids``.
+    Token ids and logprobs are there when they were asked for, with ``return_token_ids`` and
+    ``logprobs``.
     """
 
     id: str
@@ -150,6 +167,7 @@ class Answer:
     ratio: float
     prompt_token_ids: tuple[int, ...] | None
     token_ids: tuple[int, ...] | None
+    logprobs: tuple[TokenLogprob, ...] | None
     received: Mapping[str, object] = field(repr=False, compare=False)
 
 
@@ -244,7 +262,30 @@ def read_answer(fields: Fields) -> Answer:
         ratio=fields.number("ratio"),
         prompt_token_ids=fields.integers_or_none("prompt_token_ids"),
         token_ids=fields.integers_or_none("token_ids"),
+        logprobs=_read_logprobs(fields),
         received=fields.values,
+    )
+
+
+def read_answers(fields: Fields) -> tuple[Answer, ...]:
+    """Read the answers to several questions. Raises: UnexpectedResponse, naming the field."""
+    return tuple(map(read_answer, fields.inners("data")))
+
+
+def _read_logprobs(fields: Fields) -> tuple[TokenLogprob, ...] | None:
+    if fields.values.get("logprobs") is None:
+        return None
+    return tuple(
+        TokenLogprob(
+            token.text("token"),
+            token.integer("token_id"),
+            token.number("logprob"),
+            tuple(
+                TokenChance(one.text("token"), one.integer("token_id"), one.number("logprob"))
+                for one in token.inners("top_logprobs")
+            ),
+        )
+        for token in fields.inners("logprobs")
     )
 
 

@@ -84,9 +84,20 @@ def context_object(number: int, body: JSON) -> JSON:
     }
 
 
-def answer_object(context_id: str, text: str) -> JSON:
+def logprobs_object() -> list[JSON]:
+    return [
+        {
+            "token": "On",
+            "token_id": 4,
+            "logprob": -0.25,
+            "top_logprobs": [{"token": "At", "token_id": 7, "logprob": -0.125}],
+        }
+    ]
+
+
+def answer_object(context_id: str, text: str, *, number: int = 1) -> JSON:
     return {
-        "id": "ans_01J00000000000000000000001",
+        "id": f"ans_01J{number:023d}",
         "object": "answer",
         "context_id": context_id,
         "model": "stand-in",
@@ -136,6 +147,9 @@ class StandIn:
     """done, error, silence or break; or forever, which ends only when the client hangs up."""
     hung_up: threading.Event = field(default_factory=threading.Event)
     keys: dict[str, str] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    """Answers that can be continued."""
+    kept_ever: list[str] = field(default_factory=list)
 
     def finish(self, context_id: str, status: str) -> None:
         """End a build."""
@@ -266,12 +280,28 @@ class StandIn:
             headers = {"Retry-After": "2"}
             return problem(409, "context_not_ready", headers=headers, status_of_context="building")
         context["queries"] += 1
-        answer = answer_object(context["id"], "".join(self.pieces))
-        if body.get("return_token_ids"):
-            answer |= {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5]}
+        if (session := body.get("session")) is not None and session not in self.kept:
+            return problem(410, "session_gone", session=session, reason="expired")
+        questions = body.get("questions", [None])
+        answers = [self._new_answer(context, body) for _ in questions]
+        if session is not None and not body["fork"]:
+            self.kept.remove(session)
+        if "questions" in body:
+            return JSONResponse({"object": "list", "data": answers})
+        (answer,) = answers
         if not body["stream"]:
             return JSONResponse(answer)
         return StreamingResponse(self._tokens(answer), media_type="text/event-stream")
+
+    def _new_answer(self, context: JSON, body: JSON) -> JSON:
+        answer = answer_object(context["id"], "".join(self.pieces), number=len(self.kept_ever) + 1)
+        self.kept.add(answer["id"])
+        self.kept_ever.append(answer["id"])
+        if body.get("return_token_ids"):
+            answer |= {"prompt_token_ids": [1, 2, 3], "token_ids": [4, 5]}
+        if body.get("logprobs"):
+            answer["logprobs"] = logprobs_object()
+        return answer
 
     async def _tokens(self, answer: JSON) -> AsyncIterator[bytes]:
         try:

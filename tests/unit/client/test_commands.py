@@ -158,6 +158,44 @@ def test_ask_as_json_prints_the_answer_object(run: Run, kv: KVKeep) -> None:
     assert (answer["answer"], answer["object"]) == ("On 31 March 2029.", "answer")
 
 
+def test_ask_with_several_questions_prints_each_with_its_answer(
+    server: StandIn, run: Run, kv: KVKeep
+) -> None:
+    context = kv.contexts.create("some words").wait()
+    done = run("ask", context.id, "When?", "Who?")
+    answer = "".join(server.pieces)
+    assert done.stdout == f"When?\n{answer}\n\nWho?\n{answer}\n\n"
+    told = json.loads(run("ask", context.id, "When?", "Who?", "--json").stdout)
+    assert [one["answer"] for one in told] == [answer, answer]
+
+
+def test_chat_asks_a_question_a_line_in_one_conversation(
+    server: StandIn, served: Served, kv: KVKeep
+) -> None:
+    context = kv.contexts.create("some words").wait()
+    arguments = ["chat", context.id, "--ratio", "0.2"]
+    environment = {"KVKEEP_URL": served.url}
+    lines = "When?\n\n  Who?  \nWhy?"
+    done = CliRunner().invoke(app, arguments, input=lines, env=environment)
+    assert done.exit_code == 0
+    assert done.stdout == ("".join(server.pieces) + "\n") * 3
+    bodies = [seen.body or {} for seen in server.calls("POST") if seen.path.endswith("/query")]
+    assert [body["question"] for body in bodies] == ["When?", "Who?", "Why?"]
+    assert [body.get("session") for body in bodies] == [None, *server.kept_ever[:2]]
+    assert [body.get("ratio") for body in bodies] == [0.2, None, None]
+
+
+def test_chat_says_when_the_conversation_is_gone(
+    server: StandIn, served: Served, kv: KVKeep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = kv.contexts.create("some words").wait()
+    monkeypatch.setattr(server, "kept", type("Forgetful", (set,), {"add": lambda *_: None})())
+    environment = {"KVKEEP_URL": served.url}
+    done = CliRunner().invoke(app, ["chat", context.id], input="When?\nWho?", env=environment)
+    assert done.exit_code == 1
+    assert "session_gone" in done.stderr
+
+
 def test_ask_never_hides_that_an_answer_broke_off(server: StandIn, run: Run, kv: KVKeep) -> None:
     context = kv.contexts.create("some words").wait()
     server.stream_ends_with = "error"

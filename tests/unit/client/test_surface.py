@@ -3,7 +3,7 @@
 import inspect
 
 import kvkeep_client
-from kvkeep_client import Context, Contexts, KVKeep, KVKeepError
+from kvkeep_client import Context, Contexts, KVKeep, KVKeepError, Session
 
 
 def public(kind: type) -> set[str]:
@@ -36,10 +36,13 @@ def test_the_clients_methods_are_these() -> None:
         "name",
         "prefetch",
         "query",
+        "query_many",
         "rebuild",
         "refresh",
+        "session",
         "status",
         "stream",
         "update",
         "wait",
     }
+    assert public(Session) == {"answer_id", "ask", "fork", "stream"}
