@@ -19,7 +19,7 @@ SHORT = {"max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("bundled") / "data", dtype="float32") as running:
+    with Server(tmp_path_factory.mktemp("bundled") / "data", threads=1) as running:
         yield running
 
 
@@ -31,7 +31,7 @@ def kv(real: Server) -> Iterator[KVKeep]:
 
 @pytest.fixture(scope="module")
 def context(kv: KVKeep) -> Context:
-    text = HANDBOOK.read_text(encoding="utf-8")[:3000]
+    text = HANDBOOK.read_text(encoding="utf-8")[:1400]
     return kv.contexts.create(text, ratio=0.5).wait()
 
 
@@ -72,7 +72,8 @@ def test_questions_asked_together_are_answered_as_each_alone(context: Context) -
 def test_a_seed_survives_a_restart_and_a_session_does_not(real: Server, context: Context) -> None:
     sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 24}
     before = context.query(ASKED[0], **sampled)  # type: ignore[arg-type]  # options
-    real.restart()
+    real.kill()
+    real.start()
     with KVKeep(real.url) as client:
         again = client.contexts.get(context.id)
         after = again.query_many([*ASKED[1:], ASKED[0]], **sampled)  # type: ignore[arg-type]  # options
