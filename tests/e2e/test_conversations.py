@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 HANDBOOK = Path(__file__).parents[2] / "examples" / "handbook.md"
 ASKED = ("How high is the tower?", "Who built it?", "When?")
-SHORT = {"max_tokens": 24}
+SHORT = {"max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def test_a_session_answers_as_the_whole_conversation_does(context: Context) -> N
         said.append({"role": "assistant", "content": answer.answer})
         other = other or chat.fork()
     assert other is not None
-    assert other.ask(ASKED[1], max_tokens=24).answer == said[3]["content"]
+    assert other.ask(ASKED[1], max_tokens=12).answer == said[3]["content"]
 
 
 def test_questions_asked_together_are_answered_as_each_alone(context: Context) -> None:
-    answers = context.query_many(ASKED, max_tokens=24, logprobs=True, top_logprobs=2)
-    alone = [context.query(question, max_tokens=24).answer for question in ASKED]
+    answers = context.query_many(ASKED, max_tokens=12, logprobs=True, top_logprobs=2)
+    alone = [context.query(question, max_tokens=12).answer for question in ASKED]
     assert [answer.answer for answer in answers] == alone
     for answer in answers:
         assert answer.logprobs is not None
@@ -70,7 +70,7 @@ def test_questions_asked_together_are_answered_as_each_alone(context: Context) -
 
 
 def test_a_seed_survives_a_restart_and_a_session_does_not(real: Server, context: Context) -> None:
-    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 24}
+    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
     before = context.query(ASKED[0], **sampled)  # type: ignore[arg-type]  # options
     real.kill()
     real.start()

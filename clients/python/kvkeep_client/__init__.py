@@ -1,6 +1,8 @@
 from kvkeep_client.answers import AnswerStream
+from kvkeep_client.async_answers import AsyncAnswerStream, AsyncSession
+from kvkeep_client.async_contexts import AsyncContext, AsyncContexts
 from kvkeep_client.calls import Message
-from kvkeep_client.client import KVKeep
+from kvkeep_client.client import AsyncKVKeep, KVKeep
 from kvkeep_client.contexts import Context, Contexts
 from kvkeep_client.errors import (
     APIError,
@@ -53,6 +55,11 @@ __all__ = [
     "APIError",
     "Answer",
     "AnswerStream",
+    "AsyncAnswerStream",
+    "AsyncContext",
+    "AsyncContexts",
+    "AsyncKVKeep",
+    "AsyncSession",
     "BodyTooLarge",
     "Conflict",
     "Context",

@@ -1,9 +1,11 @@
-"""The synchronous client."""
+"""The clients: one that blocks, and its twin for event loops."""
 
 import os
 from types import TracebackType
 from typing import Self
 
+from kvkeep_client.async_contexts import AsyncContexts
+from kvkeep_client.async_transport import AsyncTransport
 from kvkeep_client.contexts import Contexts
 from kvkeep_client.transport import Transport
 
@@ -33,13 +35,9 @@ class KVKeep:
         ``max_retries`` is how often a request that failed for a passing reason is repeated.
         Nothing is sent yet. Raises: ValueError, for a URL that is not http:// or https://.
         """
-        url = url or os.environ.get("KVKEEP_URL") or DEFAULT_URL
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"the server's URL must start with http:// or https://, not {url!r}")
-        if timeout_seconds <= 0 or max_retries < 0:
-            raise ValueError("timeout_seconds must be above 0 and max_retries at least 0")
+        _check_limits(timeout_seconds, max_retries)
         self._transport = Transport(
-            url.rstrip("/"),
+            _url(url),
             api_key or os.environ.get("KVKEEP_API_KEY"),
             timeout_seconds=timeout_seconds,
             max_retries=max_retries,
@@ -67,3 +65,59 @@ class KVKeep:
     ) -> None:
         """Close all connections."""
         self.close()
+
+
+class AsyncKVKeep:
+    """As ``KVKeep``, for one event loop: ``async with`` it, or ``await close()``."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+    ) -> None:
+        """As ``KVKeep``."""
+        _check_limits(timeout_seconds, max_retries)
+        self._transport = AsyncTransport(
+            _url(url),
+            api_key or os.environ.get("KVKEEP_API_KEY"),
+            timeout_seconds=timeout_seconds,
+            max_retries=max_retries,
+        )
+        self.contexts = AsyncContexts(self._transport)
+
+    @property
+    def url(self) -> str:
+        """The server's URL."""
+        return self._transport.url
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        """Close the connections at the end of the block."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close all connections."""
+        await self.close()
+
+
+def _url(given: str | None) -> str:
+    url = given or os.environ.get("KVKEEP_URL") or DEFAULT_URL
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the server's URL must start with http:// or https://, not {url!r}")
+    return url.rstrip("/")
+
+
+def _check_limits(timeout_seconds: float, max_retries: int) -> None:
+    if timeout_seconds <= 0 or max_retries < 0:
+        raise ValueError("timeout_seconds must be above 0 and max_retries at least 0")

@@ -78,7 +78,7 @@ class Context:
                 show(info)
         if self.info.is_ready:
             return self
-        raise _never_ready(self.info)
+        raise never_ready(self.info)
 
     def events(self, *, timeout_seconds: float | None = None) -> Iterator[ContextInfo]:
         """Yield the state now and at every change, until it is ready, failed or expired.
@@ -209,7 +209,7 @@ class Contexts:
             OSError, for a file that cannot be read; EmptyDocument, DocumentTooLong and the
             other errors of the API.
         """
-        text = _one_text(document, path)
+        text = one_text(document, path)
         key = idempotency_key or str(uuid.uuid4())
         call = calls.create_context(text, idempotency_key=key, **options)
         context = Context(self._transport, read_context(self._transport.fields(call)))
@@ -245,7 +245,8 @@ class Contexts:
         self._transport.nothing(calls.delete_context(context_id))
 
 
-def _one_text(document: str | None, path: str | Path | None) -> str:
+def one_text(document: str | None, path: str | Path | None) -> str:
+    """The document itself or the text of a file. Raises: ValueError; OSError."""
     if document is not None and path is None:
         return document
     if document is None and path is not None:
@@ -257,7 +258,8 @@ def _one_text(document: str | None, path: str | Path | None) -> str:
     raise ValueError("give either document=… or path=…")
 
 
-def _never_ready(info: ContextInfo) -> ContextFailed | ContextExpired:
+def never_ready(info: ContextInfo) -> ContextFailed | ContextExpired:
+    """Why a context that is settled, and not ready, never will be."""
     facts: dict[str, object] = {"context_id": info.id}
     if info.status == "expired":
         detail = f"context {info.id} expired at {info.expires_at}"

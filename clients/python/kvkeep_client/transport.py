@@ -1,6 +1,6 @@
 """Sends calls over HTTP: retries, time limits, and every failure as one of our errors.
 
-The only file that knows httpx2.
+This file and its twin, ``async_transport.py``, alone know httpx2.
 """
 
 import json
@@ -58,14 +58,14 @@ class EventStream:
             for chunk in self._response.iter_bytes():
                 for event in decoder.feed(chunk):
                     if event.name == "error":
-                        raise _refusal(event.data, self._response)
+                        raise refusal(event.data, self._response)
                     yield event
                 if self._give_up_at is not None and time.monotonic() > self._give_up_at:
                     raise TimedOut("the time allowed for this stream has passed")
         except httpx2.TimeoutException as error:
             raise TimedOut("the server sent nothing within the client's limit") from error
         except httpx2.RequestError as error:
-            raise StreamInterrupted(_reason(error), request_id=self.request_id) from error
+            raise StreamInterrupted(reason_of(error), request_id=self.request_id) from error
 
     def close(self) -> None:
         """Hang up. Closing twice is fine."""
@@ -98,14 +98,11 @@ class Transport:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """``timeout_seconds`` is the longest silence of the server that is put up with."""
-        headers = {"User-Agent": f"kvkeep-client/{version('kvkeep-client')}"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
         self.url = url
         self._timeout_seconds = timeout_seconds
         self._max_retries = max_retries
         self._sleep = sleep
-        self._http = httpx2.Client(base_url=url, headers=headers)
+        self._http = httpx2.Client(base_url=url, headers=own_headers(api_key))
 
     def close(self) -> None:
         """Close all connections."""
@@ -118,16 +115,7 @@ class Transport:
     def fields(self, call: Call) -> Fields:
         """Send a call that is answered with a JSON object."""
         response = self._send(call, stream=False, timeout_seconds=self._timeout_seconds)
-        try:
-            value = response.json()
-        except ValueError as error:
-            raise UnexpectedResponse(
-                f"{self.url} answered {call.method} {call.path} with something else than JSON;"
-                " is it a kvkeep server?",
-                status=response.status_code,
-                request_id=response.headers.get("X-Request-Id"),
-            ) from error
-        return Fields.of(value, "answer")
+        return answer_fields(self.url, call, response)
 
     def nothing(self, call: Call) -> None:
         """Send a call that is answered with no content."""
@@ -152,7 +140,7 @@ class Transport:
             outcome = self._send_once(call, stream=stream, timeout_seconds=timeout_seconds)
             if isinstance(outcome, httpx2.Response):
                 return outcome
-            pause = _pause(outcome, attempt)
+            pause = pause_before_retry(outcome, attempt)
             if pause is None or attempt >= self._max_retries:
                 raise outcome
             self._sleep(pause)
@@ -161,38 +149,67 @@ class Transport:
     def _send_once(
         self, call: Call, *, stream: bool, timeout_seconds: float
     ) -> httpx2.Response | KVKeepError:
-        request = self._http.build_request(
-            call.method,
-            call.path,
-            params=dict(call.params),
-            headers=dict(call.headers),
-            content=call.body,
-            timeout=httpx2.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
-        )
+        request = build_request(self._http, call, timeout_seconds)
         try:
             response = self._http.send(request, stream=stream)
             if response.is_success:
                 return response
             response.read()
         except httpx2.RequestError as error:
-            failure = self._failure(call, error, timeout_seconds)
+            failure = failure_of(self.url, call, error, timeout_seconds)
             failure.__cause__ = error
             return failure
-        return _refusal(_body_of(response), response)
-
-    def _failure(
-        self, call: Call, error: httpx2.RequestError, timeout_seconds: float
-    ) -> KVKeepError:
-        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-            return ServerUnreachable(self.url, _reason(error))
-        if isinstance(error, httpx2.TimeoutException):
-            return TimedOut(
-                f"{call.method} {call.path}: no answer within {timeout_seconds:g} seconds"
-            )
-        return StreamInterrupted(_reason(error))
+        return refusal(body_of(response), response)
 
 
-def _pause(failure: KVKeepError, attempt: int) -> float | None:
+def own_headers(api_key: str | None) -> dict[str, str]:
+    """What every request says of the client."""
+    headers = {"User-Agent": f"kvkeep-client/{version('kvkeep-client')}"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    return headers
+
+
+def build_request(
+    http: httpx2.Client | httpx2.AsyncClient, call: Call, timeout_seconds: float
+) -> httpx2.Request:
+    """A call as a request."""
+    return http.build_request(
+        call.method,
+        call.path,
+        params=dict(call.params),
+        headers=dict(call.headers),
+        content=call.body,
+        timeout=httpx2.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+    )
+
+
+def answer_fields(url: str, call: Call, response: httpx2.Response) -> Fields:
+    """The JSON object of an answer that was read. Raises: UnexpectedResponse."""
+    try:
+        value = response.json()
+    except ValueError as error:
+        raise UnexpectedResponse(
+            f"{url} answered {call.method} {call.path} with something else than JSON;"
+            " is it a kvkeep server?",
+            status=response.status_code,
+            request_id=response.headers.get("X-Request-Id"),
+        ) from error
+    return Fields.of(value, "answer")
+
+
+def failure_of(
+    url: str, call: Call, error: httpx2.RequestError, timeout_seconds: float
+) -> KVKeepError:
+    """What an error of the network means for a call."""
+    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+        return ServerUnreachable(url, reason_of(error))
+    if isinstance(error, httpx2.TimeoutException):
+        return TimedOut(f"{call.method} {call.path}: no answer within {timeout_seconds:g} seconds")
+    return StreamInterrupted(reason_of(error))
+
+
+def pause_before_retry(failure: KVKeepError, attempt: int) -> float | None:
     """Return the seconds to wait before the next attempt; None when there is to be none."""
     if not failure.is_retried:
         return None
@@ -205,7 +222,7 @@ def _pause(failure: KVKeepError, attempt: int) -> float | None:
     return None if asked > MAX_RETRY_AFTER_SECONDS else max(asked, backoff)
 
 
-def _body_of(response: httpx2.Response) -> Fields:
+def body_of(response: httpx2.Response) -> Fields:
     """Return the problem body; an empty object when the answer is not kvkeep's."""
     try:
         value = json.loads(response.content)
@@ -214,7 +231,8 @@ def _body_of(response: httpx2.Response) -> Fields:
     return Fields(value if isinstance(value, dict) else {}, "problem")
 
 
-def _refusal(body: Fields, response: httpx2.Response) -> APIError:
+def refusal(body: Fields, response: httpx2.Response) -> APIError:
+    """The error that a problem body, or a bare status, stands for."""
     named = {"type", "title", "status", "detail", "instance", "code", "request_id"}
     values = body.values
     status = values.get("status")
@@ -247,5 +265,6 @@ def _retry_after(header: str | None) -> float | None:
     return max(0.0, seconds)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What the network said."""
     return str(error) or type(error).__name__

@@ -2,8 +2,22 @@
 
 import inspect
 
+import pytest
+
 import kvkeep_client
-from kvkeep_client import Context, Contexts, KVKeep, KVKeepError, Session
+from kvkeep_client import (
+    AnswerStream,
+    AsyncAnswerStream,
+    AsyncContext,
+    AsyncContexts,
+    AsyncKVKeep,
+    AsyncSession,
+    Context,
+    Contexts,
+    KVKeep,
+    KVKeepError,
+    Session,
+)
 
 
 def public(kind: type) -> set[str]:
@@ -46,3 +60,21 @@ def test_the_clients_methods_are_these() -> None:
         "wait",
     }
     assert public(Session) == {"answer_id", "ask", "fork", "stream"}
+
+
+@pytest.mark.parametrize(
+    ("blocking", "twin"),
+    [
+        (KVKeep, AsyncKVKeep),
+        (Contexts, AsyncContexts),
+        (Context, AsyncContext),
+        (Session, AsyncSession),
+        (AnswerStream, AsyncAnswerStream),
+    ],
+)
+def test_the_client_for_event_loops_has_the_same_methods(blocking: type, twin: type) -> None:
+    assert public(blocking) == public(twin)
+    for name in public(blocking):
+        if callable(getattr(blocking, name)):
+            parameters = [inspect.signature(getattr(kind, name)) for kind in (blocking, twin)]
+            assert parameters[0].parameters == parameters[1].parameters, name
