@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from kvkeep_service.api.application import build_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
+from kvkeep_service.engine.self_check import check_attention
 from kvkeep_service.free_memory import engine_memory_bytes
 from kvkeep_service.head_score_files import read_head_scores
 from kvkeep_service.host_tier import HostTier, pinned_memory
@@ -172,11 +173,11 @@ def _bound_socket(settings: Settings) -> socket.socket:
 
 
 def load_configured_model(settings: Settings) -> LoadedModel:
-    """Load the model that the settings name. Raises: StartRefused."""
+    """Load the model that the settings name, and try it once. Raises: StartRefused."""
     template = None
     if settings.chat_template is not None:
         template = _read_template(settings.chat_template)
-    return load_model(
+    loaded = load_model(
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
@@ -184,6 +185,8 @@ def load_configured_model(settings: Settings) -> LoadedModel:
         reserve_tokens=settings.reserve_tokens,
         chat_template=template,
     )
+    check_attention(loaded, settings.model)
+    return loaded
 
 
 def _read_template(path: Path) -> str:

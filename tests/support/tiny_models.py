@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -23,8 +24,9 @@ from transformers import (
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.gguf import bundled_gguf, converted_directory
 
-TinyKind = Literal["llama", "qwen2", "qwen3", "mistral"]
+TinyKind = Literal["llama", "qwen2", "qwen3", "mistral", "gemma3"]
 MAX_POSITIONS = 8192
+GEMMA3_WINDOW = 64
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _VOCABULARY = 49152
 _SEED = 20260401
@@ -82,3 +84,11 @@ def _config(kind: TinyKind) -> PretrainedConfig:
             return Qwen3Config(**shape, head_dim=16)
         case "mistral":
             return MistralConfig(**shape, sliding_window=None)
+        case "gemma3":
+            return Gemma3TextConfig(
+                **shape,
+                head_dim=32,
+                query_pre_attn_scalar=32,
+                sliding_window=GEMMA3_WINDOW,
+                layer_types=["sliding_attention", "full_attention"],
+            )

@@ -70,7 +70,7 @@ class CompressionView(View):
     quantization: str
     """How kept KV pairs are stored; always "none" in this version."""
     full_bytes: int
-    """Size of the KV cache uncompressed, in bytes."""
+    """Size of the KV cache uncompressed, in bytes; of layers with a sliding window, the window."""
     stored_bytes: int | None
     """Size of the cache as stored, in bytes. null: not built yet."""
 

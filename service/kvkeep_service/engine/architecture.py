@@ -25,11 +25,12 @@ SUPPORTED_MODEL_TYPES: Final = (
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
 )
 SUPPORTED_ROPE_TYPES: Final = ("default", "linear", "llama3", "longrope", "yarn")
 # transformers slides every layer of these as soon as their configuration names a window.
-_ALL_OR_NONE_SLIDE: Final = ("mistral", "phi3")
+_ALL_OR_NONE_SLIDE: Final = ("mistral", "phi3", "qwen3_moe")
 _PINNED_ROPE: Final = "longrope with its long factors"
 _KINDS: Final[Mapping[str, str]] = {
     "bamba": "layers with recurrent state",
@@ -80,9 +81,10 @@ class ModelShape:
         return tuple(layer for layer in range(self.num_layers) if self.window(layer) is None)
 
     def full_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Bytes of the uncompressed KV cache of ``tokens`` tokens, in the layers that evict."""
-        row_bytes = 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
-        return len(self.evicting) * tokens * row_bytes
+        """Bytes of the uncompressed KV cache of ``tokens`` tokens; of a window what it sees."""
+        windows = (self.window(layer) for layer in range(self.num_layers))
+        rows = sum(tokens if size is None else min(tokens, size - 1) for size in windows)
+        return 2 * rows * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 def check_supported(reference: str, config: Any) -> ModelShape:

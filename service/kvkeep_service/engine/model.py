@@ -1,6 +1,7 @@
 """One language model, loaded: what it is, its template, and its two forwards."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,32 @@ class LanguageModel:
         weight: Tensor = self._model.model.layers[layer].self_attn.o_proj.weight
         heads: Tensor = weight.unflatten(1, (self.shape.num_q_heads, self.shape.head_dim))
         return heads.transpose(0, 1)
+
+    @property
+    def stock(self) -> PreTrainedModel:
+        """The model as transformers made it, with our attention."""
+        return self._model
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids it knows."""
+        size: int = self._model.config.vocab_size
+        return size
+
+    def stock_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """What transformers' own attention makes of a text: [tokens, vocabulary] fp32.
+
+        No other forward may run meanwhile.
+        """
+        self._model.set_attn_implementation("eager")
+        try:
+            with torch.inference_mode():
+                ids = torch.tensor([list(token_ids)], device=self.device)
+                out = self._model(input_ids=ids, use_cache=False)
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+        logits: Tensor = out.logits[0]
+        return logits.float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of some rows only: [rows, hidden] -> [rows, vocabulary] fp32."""

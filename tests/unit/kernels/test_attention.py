@@ -77,6 +77,31 @@ def test_dense_prefill_sees_every_piece_and_its_own_past(
     torch.testing.assert_close(out, logits.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 4, 9, 40])
+@pytest.mark.parametrize("pieces", [(), (7,), (2, 0, 9)], ids=str)
+def test_dense_prefill_sees_no_further_back_than_its_window(
+    pieces: tuple[int, ...], window: int
+) -> None:
+    torch.manual_seed(2)
+    heads, group_size, head_dim, tokens = 2, 3, 64, 6
+    visible = [dense(heads, piece, head_dim) for piece in pieces]
+    own = dense(heads, 3 + tokens, head_dim)
+    q = torch.randn(heads * group_size, tokens, head_dim)
+    out, lse = dense_prefill(q, own, visible=visible, scale=0.2, window=window)
+    k = torch.cat([*(piece.k for piece in visible), own.k], dim=1)
+    v = torch.cat([*(piece.v for piece in visible), own.v], dim=1)
+    for token in range(tokens):
+        last = k.shape[1] - tokens + token
+        seen = slice(max(0, last - window + 1), last + 1)
+        for q_head in range(heads * group_size):
+            head = q_head // group_size
+            keys, values = k[head, seen], v[head, seen]
+            expected = reference.attend_rows(q[q_head, token], keys, values, scale=0.2)
+            torch.testing.assert_close(out[q_head, token], expected, rtol=1e-4, atol=1e-5)
+            norm = torch.logsumexp(keys @ q[q_head, token] * 0.2, dim=0)
+            torch.testing.assert_close(lse[q_head, token], norm, rtol=1e-4, atol=1e-5)
+
+
 def test_members_decoded_together_get_what_each_gets_alone() -> None:
     context = ragged([40, 0, 3], 64, seed=2)
     q = torch.randn(5, 6, 64)

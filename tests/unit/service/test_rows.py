@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvkeep_kernels.layout import ContextRows
+from kvkeep_kernels.layout import ContextRows, Placement
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import SequenceOptions
@@ -23,7 +23,7 @@ from kvkeep_storage.records import CacheRecord
 from ...support.caches import facts_for
 from ...support.stores import Stores as Storage
 from .engine.gated import PROMPTS, answer_alone, sequence
-from .engine.models import engine_model, random_document, run_build, stock_model
+from .engine.models import WINDOW, engine_model, random_document, run_build, stock_model
 
 RATIOS = (0.05, 0.1, 0.3)
 CPU = torch.device("cpu")
@@ -68,6 +68,9 @@ def assert_same_rows(ours: ContextRows, theirs: ContextRows) -> None:
             assert here.dtype == there.dtype
             # Bits, not values: equal says nothing of a zero's sign.
             assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
+        elif isinstance(here, Placement):
+            assert torch.equal(here.positions, there.positions)
+            assert here.end == there.end
         else:
             assert here == there
 
@@ -98,6 +101,43 @@ async def test_field_19_engine_to_store_to_engine_is_bit_for_bit(
     assert torch.equal(context.counts, built.context.counts)
     assert (context.ratios, context.num_tokens) == (RATIOS, 406)
     assert context.size_bytes == built.context.size_bytes
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("kind", ["gemma3", "ministral"])
+@pytest.mark.anyio
+async def test_windows_come_back_bit_for_bit_at_every_ratio_and_answer_alike(
+    storage: Storage, kind: str, quantization: Quantization
+) -> None:
+    model = engine_model(stock_model(kind))
+    windows = model.shape.windows
+    built = a_build(model, quantization=quantization)
+    rows = to_store(built)
+    facts, _ = await committed(storage, rows)
+    for ratio in RATIOS:
+        loaded = await storage.load(facts, ratio)
+        context = to_engine(loaded.rows, built.context.num_tokens, CPU, windows)
+        if quantization == "none":
+            assert_same_runs(context, built.context, ratio)
+        for index, window in enumerate(windows):
+            if window is None:
+                continue
+            # The last W - 1 positions of every head, whatever the ratio; none may be evicted.
+            ends = torch.arange(406 - (window - 1), 406, dtype=torch.int32).repeat(2)
+            assert torch.equal(context.layers[index].placement.positions, ends)
+            assert loaded.rows.protected[index].tolist() == [window - 1] * 2
+    # Longer than a window, so that the tail slides out of it too.
+    question, options = [5, 6, 7, 8], SequenceOptions(WINDOW)
+    warm, cold = (
+        answer_alone(model, sequence(model, where.view(ratio), question, options))
+        for where in (built.context, context)
+    )
+    assert warm == cold
+    for ours, theirs in zip(context.layers, built.context.layers, strict=True):
+        assert_same_rows(ours, theirs)
+    selected = built.selection
+    assert selected.num_eligible == 380 * 2 * windows.count(None)
+    assert selected.num_selected == round(RATIOS[-1] * selected.num_eligible)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -31,6 +32,7 @@ KINDS = (
     "qwen2",
     "qwen2-windows",
     "qwen3",
+    "qwen3-moe",
     "phi3",
     "phi3-longrope",
     "smollm3",
@@ -72,6 +74,10 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     ),
     "qwen3": (Qwen3Config, {}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     "phi3": (Phi3Config, {"sliding_window": 4096}),
     "phi3-longrope": (
         Phi3Config,

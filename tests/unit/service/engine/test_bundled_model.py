@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvkeep_service.engine.architecture import check_supported
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.decode import (
@@ -19,9 +18,9 @@ from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_director
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 from kvkeep_service.ports import Turn
-from kvkeep_service.start_errors import ModelUnavailable, ModelUnsupported
+from kvkeep_service.start_errors import ModelUnavailable
 
-from .models import run_build, tiny_config
+from .models import run_build
 
 ALICE = (Path(__file__).parents[3] / "data" / "alice.txt").read_text()
 
@@ -122,34 +121,6 @@ def _without_document(view: ContextView, tokens: DocumentTokens) -> ContextView:
         layer.truncated(torch.full_like(layer.length, tokens.num_prefix)) for layer in view.layers
     )
     return ContextView(layers, view.num_tokens, view.ratio)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"model_type": "mamba"}, "architecture 'mamba'"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "'sliding_attention'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_field_16_an_architecture_that_would_be_served_wrongly_is_refused_by_name(
-    change: dict[str, object], reason: str
-) -> None:
-    config = tiny_config("llama")
-    for name, value in change.items():
-        object.__setattr__(config, name, value) if name == "model_type" else setattr(
-            config, name, value
-        )
-    with pytest.raises(ModelUnsupported, match=reason):
-        check_supported("some/model", config)
-
-
-def test_a_mistral_that_slides_is_refused() -> None:
-    config = tiny_config("mistral")
-    config.sliding_window = 1024
-    with pytest.raises(ModelUnsupported, match="sliding-window"):
-        check_supported("some/mistral", config)
 
 
 @pytest.mark.parametrize("name", ["missing.gguf", "broken.gguf"])

@@ -1,5 +1,7 @@
 """The engine's own KV: what is written is read, growing loses nothing, a view copies nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -82,6 +84,27 @@ def test_a_full_cache_gives_back_any_piece_and_frees_layer_by_layer() -> None:
     assert cache.rows(1, 0, 0).tokens == 0
     with pytest.raises(AssertionError, match="layer 0 was released"):
         cache.rows(0, 0, 1)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 30, 100])
+def test_a_layer_with_a_window_holds_what_its_tokens_see_and_no_more(window: int) -> None:
+    shape = replace(SHAPE, windows=(None, window))
+    cache = FullCache(shape, 50, dtype=torch.float32, device=torch.device("cpu"))
+    k, v = rows(50, seed=4)
+    first = 0
+    for tokens in (1, 9, 25, 15):
+        last = first + tokens
+        cache.write(1, first, k[:, first:last], v[:, first:last])
+        seen = cache.visible(1, last)
+        assert seen.tokens == min(last, tokens + window - 1)
+        assert torch.equal(seen.k, k[:, last - seen.tokens : last])
+        assert torch.equal(seen.v, v[:, last - seen.tokens : last])
+        first = last
+    lasting = cache.lasting(1, 50)
+    assert lasting.tokens == min(50, window - 1)
+    assert torch.equal(lasting.k, k[:, 50 - lasting.tokens :])
+    with pytest.raises(AssertionError, match="layer 1 does not hold every token"):
+        cache.rows(1, 0, 50)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
