@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvkeep_service.ports import CompressionSpec
+from kvkeep_service.ports import CompressionSpec, PolicyName
 
 RATIOS = (0.5, 0.3, 0.2, 0.1)
 """Fractions kept, as in the published tables."""
@@ -11,6 +11,8 @@ FULL = "full"
 EXACT = "kvzip exact"
 LOCAL = "kvzip local"
 KVPRESS = "kvpress KVzip"
+BASELINES: tuple[PolicyName, ...] = ("expected_attention", "snapkv", "streaming", "random")
+"""Policies that KVzip is compared with. Whole heads need a calibration of the model."""
 
 
 PLAIN = CompressionSpec(policy="none", ratio=1.0)
@@ -38,6 +40,7 @@ def _all() -> Mapping[str, System]:
         _ours("kvzip+ local", CompressionSpec(scoring="local", normalization="kvzip_plus")),
         _ours("kvzip local, int8", CompressionSpec(scoring="local", quantization="int8")),
         _ours("kvzip local, int4", CompressionSpec(scoring="local", quantization="int4")),
+        *(_ours(name, CompressionSpec(policy=name)) for name in BASELINES),
         System(KVPRESS, None, RATIOS),
     )
     return {system.name: system for system in systems}
