@@ -61,13 +61,11 @@ def work(directory: str, threads: int) -> None:
     """Answer what comes in until there is no more."""
     import torch
     from kvpress import KVzipPress
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers import AutoModelForCausalLM, DynamicCache
 
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    # KVzip tokenises its prompts with what the model's name leads to.
-    AutoTokenizer.from_pretrained(directory)
 
     def seconds(step: Callable[[], object]) -> float:
         started = clock()

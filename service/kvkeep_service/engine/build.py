@@ -26,11 +26,11 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.windows import with_windows
 from kvkeep_service.ports import Fidelity, Quantization
 
-SLICE_TOKENS = 512
+SLICE_TOKENS = 576
 """Most tokens that go through a layer at a time.
 
 A work item is one slice in one layer, which bounds how long a running answer waits for a build;
-shorter slices keep several threads less busy.
+shorter slices keep several threads less busy. A chunk of 1,024 and what asks to repeat it are two.
 """
 
 
