@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from kvkeep_client.answers import AnswerStream
 from kvkeep_client.calls import CreateOptions, QueryOptions
+from kvkeep_client.choices import Policy, Quantization, Scoring
 from kvkeep_client.client import KVKeep
 from kvkeep_client.errors import APIError, ContextNotFound, KVKeepError, ServerUnreachable
 from kvkeep_client.shown import details, row, summary
@@ -50,35 +50,6 @@ AllowLossy = Annotated[
     bool,
     typer.Option("--allow-lossy", help="Allow a ratio below 0.15, at which answers suffer."),
 ]
-
-
-class Policy(StrEnum):
-    """What picks the part that stays."""
-
-    KVZIP = "kvzip"
-    KVZIP_HEAD = "kvzip_head"
-    SNAPKV = "snapkv"
-    EXPECTED_ATTENTION = "expected_attention"
-    STREAMING = "streaming"
-    RANDOM = "random"
-    NONE = "none"
-
-
-class Scoring(StrEnum):
-    """How KVzip scores what to keep."""
-
-    AUTO = "auto"
-    EXACT = "exact"
-    LOCAL = "local"
-
-
-class Quantization(StrEnum):
-    """What numbers that are kept become."""
-
-    NONE = "none"
-    INT8 = "int8"
-    INT4 = "int4"
-    FP8 = "fp8"
 
 
 @app.command()
