@@ -145,6 +145,8 @@ async def _collect(stores: Stores, settings: Settings, *, is_dry: bool) -> None:
         f" {report.evicted} caches over the cap, {len(removed)} lone documents;"
         f" {_size(freed_bytes)}"
     )
+    if report.failed:
+        typer.echo(f"{report.failed} left to a later run: the store failed at them", err=True)
 
 
 @admin.command()

@@ -8,12 +8,13 @@ flushed in mid-sweep must not make every cache look like an orphan.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvkeep_storage.binding import require_bound
 from kvkeep_storage.documents import delete_document
-from kvkeep_storage.errors import Invalid, RecordCorrupt
+from kvkeep_storage.errors import Invalid, ObjectsUnavailable, RecordCorrupt
 from kvkeep_storage.generations import alone, delete_generation, release_generation
 from kvkeep_storage.inventory import Stored, stored_generations
 from kvkeep_storage.keys import DocumentKey, GenerationKey
@@ -26,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 # More than this wait for the next run.
 _EXPIRED_MAX = 1000
+# Of one run: a store that is away fails at everything, and takes its time over each.
+_FAILURES_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class SweepReport:
 
     ``unreferenced`` are the (tenant, cache id) that lost their last context by expiry: whoever
     holds them in memory must let go of them. ``evicted`` counts committed caches that went
-    because the store was over its cap; their contexts stay.
+    because the store was over its cap; their contexts stay. ``failed`` counts what the store did
+    not remove now, and a later run will.
     """
 
     expired: int
@@ -43,6 +47,7 @@ class SweepReport:
     freed_bytes: int
     unreferenced: tuple[tuple[str, str], ...]
     evicted: int = 0
+    failed: int = 0
 
 
 class Sweeper:
@@ -74,13 +79,15 @@ class Sweeper:
     async def run_once(self) -> SweepReport:
         """Sweep everything once. A run that stops half-way is continued by the next one.
 
+        What the store fails to remove is left to a later run, up to ten times; then this one ends.
         Raises: StoreMismatch when Redis and the object store do not belong together, and nothing
         more is removed then; ObjectsUnavailable, MetadataUnavailable.
         """
         await require_bound(self._objects, self._metadata)
-        released = await self._delete_expired()
+        failures = _Failures()
+        released = await self._delete_expired(failures)
         stored = await stored_generations(self._objects)
-        orphans = await self._delete_orphans(stored)
+        orphans = await self._delete_orphans(stored, failures)
         temporary = await self._objects.delete_temporary_files(self._grace_seconds)
         evicted = await self._evict(stored)
         return SweepReport(
@@ -90,6 +97,7 @@ class Sweeper:
             freed_bytes=sum(orphans) + sum(temporary) + evicted.size_bytes,
             unreferenced=tuple(cache for cache in released if cache is not None),
             evicted=evicted.caches,
+            failed=failures.count,
         )
 
     async def look(self) -> SweepReport:
@@ -121,7 +129,7 @@ class Sweeper:
             evicted=over.caches,
         )
 
-    async def _delete_expired(self) -> list[tuple[str, str] | None]:
+    async def _delete_expired(self, failures: "_Failures") -> list[tuple[str, str] | None]:
         """Delete contexts whose expiry lies a grace period back; return what each left behind.
 
         The document goes first, so that a crash in between leaves a record that is found again.
@@ -132,15 +140,16 @@ class Sweeper:
         for tenant, context_id in await self._metadata.expired(before, _EXPIRED_MAX):
             if not await self._has_expired(tenant, context_id, before):
                 continue
-            await delete_document(self._objects, DocumentKey(tenant, context_id))
-            released = await self._metadata.delete_context(tenant, context_id)
-            if released.cache_id is None:
-                deleted.append(None)
-                continue
-            deleted.append((tenant, released.cache_id))
-            if released.generation is not None:
-                key = GenerationKey(tenant, released.cache_id, released.generation)
-                await release_generation(self._objects, self._metadata, self._leases, key)
+            with failures.left_for_later():
+                await delete_document(self._objects, DocumentKey(tenant, context_id))
+                released = await self._metadata.delete_context(tenant, context_id)
+                if released.cache_id is None:
+                    deleted.append(None)
+                    continue
+                deleted.append((tenant, released.cache_id))
+                if released.generation is not None:
+                    key = GenerationKey(tenant, released.cache_id, released.generation)
+                    await release_generation(self._objects, self._metadata, self._leases, key)
         return deleted
 
     async def _has_expired(self, tenant: str, context_id: str, before: float) -> bool:
@@ -160,16 +169,19 @@ class Sweeper:
             self._objects, self._metadata, self._leases, stored, self._store_bytes
         )
 
-    async def _delete_orphans(self, stored: dict[GenerationKey, Stored]) -> list[int]:
+    async def _delete_orphans(
+        self, stored: dict[GenerationKey, Stored], failures: "_Failures"
+    ) -> list[int]:
         """Delete generations that no record names; return the bytes of each."""
         freed_bytes = []
         for key in await self._not_live(stored):
-            if await self._is_young(key):
-                continue
-            async with alone(self._leases, key.tenant, key.cache_id) as is_alone:
-                if is_alone and await self._is_orphan(key):
-                    found = await delete_generation(self._objects, key)
-                    freed_bytes.append(sum(item.size_bytes for item in found))
+            with failures.left_for_later():
+                if await self._is_young(key):
+                    continue
+                async with alone(self._leases, key.tenant, key.cache_id) as is_alone:
+                    if is_alone and await self._is_orphan(key):
+                        found = await delete_generation(self._objects, key)
+                        freed_bytes.append(sum(item.size_bytes for item in found))
         return freed_bytes
 
     async def _is_young(self, key: GenerationKey) -> bool:
@@ -204,3 +216,21 @@ class Sweeper:
     async def _is_live(self, key: GenerationKey) -> bool:
         live = await self._metadata.cache(key.tenant, key.cache_id)
         return live is not None and live.generation == key.generation
+
+
+class _Failures:
+    """What one run could not remove, as far as it goes on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def left_for_later(self) -> Iterator[None]:
+        """Go on behind the block when the store fails in it, unless it has failed too often."""
+        try:
+            yield
+        except ObjectsUnavailable as error:
+            self.count += 1
+            if self.count == _FAILURES_MAX:
+                raise
+            _log.warning("left to the next sweep: %s", error)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from kvkeep_storage.errors import Invalid, NotFound, StoreMismatch
+from kvkeep_storage.errors import Invalid, NotFound, ObjectsUnavailable, StoreMismatch
 from kvkeep_storage.generations import release_generation
 from kvkeep_storage.keys import GenerationKey
 from kvkeep_storage.metadata import Metadata
@@ -138,6 +138,43 @@ async def test_an_expired_context_goes_with_its_document_and_its_last_cache(
     assert entries_below(stores.root) == ["store.json"]
     with pytest.raises(NotFound):
         await stores.load(FACTS)
+
+
+class _Stubborn(Objects):
+    """Nothing with any of some names in its key can be deleted."""
+
+    names: tuple[str, ...] = ()
+
+    async def delete(self, key: str) -> None:
+        if any(name in key for name in self.names):
+            raise ObjectsUnavailable("delete", f"{key}: stubborn")
+        await super().delete(key)
+
+
+async def test_what_the_store_fails_at_keeps_nothing_else_from_being_swept(
+    stores: Stores,
+) -> None:
+    orphan = await _orphan(stores)
+    for number, name in enumerate(("ctx_02", "ctx_03", "ctx_04")):
+        await stores.register(FACTS, name, expires_at=1_790_000_001.0 + number)
+    _age(stores)
+    stores.objects = _Stubborn.open(f"file://{stores.root}")
+    stores.objects.names = ("ctx_03",)
+    report = await _sweep(stores)
+    assert (report.expired, report.orphan_generations, report.failed) == (2, 1, 1)
+    stores.objects.names = ()
+    # Its record was left, so that it is found again.
+    assert await _sweep(stores) == replace(NOTHING, expired=1)
+    assert not stores.folder(orphan).exists()
+
+
+async def test_a_store_that_fails_at_everything_ends_the_sweep(stores: Stores) -> None:
+    for number in range(12):
+        await stores.register(FACTS, f"ctx_{number}", expires_at=1_790_000_001.0)
+    stores.objects = _Stubborn.open(f"file://{stores.root}")
+    stores.objects.names = ("ctx_",)
+    with pytest.raises(ObjectsUnavailable, match="stubborn"):
+        await _sweep(stores)
 
 
 async def test_a_context_that_expired_just_now_still_says_so(stores: Stores) -> None:
