@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,22 @@ def main() -> None:
         # At once: a thread of obstore whose request was given up panics, at length, when it comes
         # back to an interpreter that is being taken down.
         os._exit(end.code if isinstance(end.code, int) else 0)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvkeep-server {version('kvkeep')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvkeep_server(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Serve questions about documents from their compressed caches."""
 
 
 Model = Annotated[str | None, typer.Option(help="Hub id, directory, GGUF or bundled.")]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def test_without_a_command_it_shows_the_commands() -> None:
     result = run()
     assert "serve" in result.output
     assert "admin" in result.output
+
+
+def test_it_says_which_version_it_is() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"kvkeep-server {version('kvkeep')}\n")
 
 
 @pytest.mark.parametrize(
