@@ -60,9 +60,9 @@ class Asking:
         if self._earlier is not None and self._earlier.generation != pinned.context.generation:
             raise self._sessions.replaced(self._session)
         left = self._loaded.language_model.shape.max_positions - pinned.context.num_tokens
-        for ids in self._ids:
+        for index, ids in enumerate(self._ids):
             if len(ids) >= left:
-                raise QuestionTooLong(len(ids), left - 1)
+                raise QuestionTooLong(len(ids), left - 1, self._number(index))
         return await asyncio.to_thread(
             lambda: [
                 self._sequence(pinned, request, ids, left - len(ids))
@@ -84,18 +84,20 @@ class Asking:
             turns=(*self._turns[query.index], Turn("assistant", query.text)),
             ids=(*sequence.question_ids, *sequence.generated)[: tail.tokens],
             tail=tail,
+            replaces=None if request.session is None or request.fork else self._session,
         )
-        if request.session is not None and not request.fork:
-            self._sessions.drop(self._session, "continued")
+        # Who continues an answer has got it, and will not ask again for what it replaced.
+        if self._earlier is not None and self._earlier.replaces is not None:
+            self._sessions.drop(self._earlier.replaces, "continued")
         kept_as = AnswerName(request.tenant, request.context_id, name)
         self._sessions.keep(kept_as, conversation)
 
     def _read(self) -> None:
         earlier = () if self._earlier is None else self._earlier.turns
-        for request in self._requests:
+        for index, request in enumerate(self._requests):
             said = (*request.history, Turn("user", request.question))
             turns = (*earlier, *with_system(said, request.system))
-            self._check_length(turns)
+            self._check_length(turns, self._number(index))
             self._turns.append(turns)
             arguments = request.chat_template_kwargs
             self._ids.append(self._loaded.template.asked_ids(turns, arguments))
@@ -106,12 +108,16 @@ class Asking:
         assert request.session is not None
         return AnswerName(request.tenant, request.context_id, request.session)
 
-    def _check_length(self, turns: Several[Turn]) -> None:
+    def _number(self, index: int) -> int | None:
+        """What to call a question; a lone one has no number."""
+        return index if len(self._requests) > 1 else None
+
+    def _check_length(self, turns: Several[Turn], question: int | None) -> None:
         """Refuse what cannot fit before it is tokenised. Raises: QuestionTooLong."""
         fewest = sum(self._loaded.template.fewest_tokens(turn.text) for turn in turns)
         most = self._loaded.info.max_positions
         if fewest > most:
-            raise QuestionTooLong(fewest, most)
+            raise QuestionTooLong(fewest, most, question)
 
     def _sequence(
         self, pinned: Pinned, request: QueryRequest, ids: list[int], left: int

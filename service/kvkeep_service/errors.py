@@ -109,10 +109,14 @@ class QuestionTooLong(Invalid):
 
     code = "question_too_long"
 
-    def __init__(self, tokens: int, max_tokens: int) -> None:
-        """Both in tokens: what was counted, and the most that is accepted."""
+    def __init__(self, tokens: int, max_tokens: int, question: int | None = None) -> None:
+        """Both in tokens: what was counted, and the most that is accepted.
+
+        ``question``: its number among several, from 0.
+        """
+        number = {} if question is None else {"question": question}
         told = f"the question has {tokens} tokens; at most {max_tokens} fit after this document"
-        super().__init__(told, tokens=tokens, max_tokens=max_tokens)
+        super().__init__(told, tokens=tokens, max_tokens=max_tokens, **number)
         self.tokens = tokens
         self.max_tokens = max_tokens
 
@@ -184,7 +188,7 @@ class SessionGone(Missing):
     """An answer cannot be continued: what was kept of its conversation is not there, or no more.
 
     ``reason`` is one of "unknown" (never here, another context's, forgotten, or another
-    process's), "continued" (without ``fork``), "expired", "evicted" and "cache_replaced".
+    process's), "continued" (and that one again), "expired", "evicted" and "cache_replaced".
     """
 
     code = "session_gone"

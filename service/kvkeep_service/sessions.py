@@ -35,7 +35,8 @@ class Conversation:
     """What continuing an answer needs.
 
     ``turns`` end with the answer. ``ids`` are the tokens after the document whose rows ``tail``
-    holds, over the rows of ``generation`` at ``ratio``.
+    holds, over the rows of ``generation`` at ``ratio``. ``replaces`` is the answer that it
+    continues without a fork: that stays until this one is continued, as a reply may be lost.
     """
 
     cache_id: str
@@ -44,6 +45,7 @@ class Conversation:
     turns: tuple[Turn, ...]
     ids: tuple[int, ...]
     tail: Tail
+    replaces: AnswerName | None = None
 
     @property
     def size_bytes(self) -> int:

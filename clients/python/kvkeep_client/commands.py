@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep_client.answers import AnswerStream
 from kvkeep_client.calls import CreateOptions, QueryOptions
 from kvkeep_client.choices import Policy, Quantization, Scoring
 from kvkeep_client.client import KVKeep
 from kvkeep_client.errors import APIError, ContextNotFound, KVKeepError, ServerUnreachable
 from kvkeep_client.shown import details, row, summary
+from kvkeep_client.terminal import typed_lines, write_answer
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -143,7 +143,7 @@ def ask(
             _print_json(context.query(questions[0], **options).received)
             return
         with context.stream(questions[0], **options) as stream:
-            _write(stream)
+            write_answer(stream)
         if stream.answer.finish_reason == "length":
             _say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
 
@@ -164,9 +164,9 @@ def chat(
         if not context.info.is_ready:
             context.wait(progress=True)
         session = context.session()
-        for question in _lines():
+        for question in typed_lines():
             with session.stream(question, **options) as stream:
-                _write(stream)
+                write_answer(stream)
             # All that follows is read as the first question was.
             options["ratio"] = None
 
@@ -235,35 +235,6 @@ def show(
         return
     for title, value in details(info):
         _print(f"{title:<10}{value}")
-
-
-def _lines() -> Iterator[str]:
-    """Lines of standard input that are not blank; asked for, where somebody is to type them."""
-    while True:
-        if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
-
-
-def _write(stream: AnswerStream) -> None:
-    is_begun = False
-    try:
-        for text in stream:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            is_begun = True
-    except KVKeepError:
-        if is_begun:
-            # On a terminal the error would stand in the line of the half answer.
-            _print("")
-            sys.stdout.flush()
-        raise
-    _print("")
 
 
 @contextmanager

@@ -8,12 +8,19 @@ from dataclasses import replace
 import pytest
 
 from kvkeep_service.engine.model import LoadedModel
-from kvkeep_service.errors import InvalidRequest, Overloaded, QuestionTooLong, SessionGone
+from kvkeep_service.errors import (
+    ContextExpired,
+    InvalidRequest,
+    Overloaded,
+    QuestionTooLong,
+    SessionGone,
+)
 from kvkeep_service.forgetting import forget_conversations
 from kvkeep_service.ports import AnswerEvent, QueryRequest, TokenEvent, Turn
 from kvkeep_service.sessions import Sessions
 from kvkeep_service.shelf import CacheKey
 from kvkeep_service.stores import Stores
+from kvkeep_storage.records import Expiry
 
 from .engine.gated import PATIENCE_SECONDS
 from .serving import IDLE, Service, serving
@@ -79,8 +86,8 @@ async def test_a_session_is_the_conversation_it_continues(
     # All that was read before, but where the next turn made other tokens of its end.
     assert continued[0].prompt_tokens <= continued[1].cached_tokens + 1
     assert continued[1].cached_tokens < continued[1].prompt_tokens
-    # Each was continued, so only the last can be.
-    assert service.worker.stats().sessions == 1
+    # The last, and the one before it: whoever did not get the last may ask for it again.
+    assert service.worker.stats().sessions == 2
 
 
 async def test_a_fork_leaves_the_answer_to_be_continued_again(service: Service) -> None:
@@ -95,11 +102,48 @@ async def test_a_fork_leaves_the_answer_to_be_continued_again(service: Service) 
         fork = named(request, 10 + number, session="ans_1", fork=True, question=question)
         assert await service.ids(fork) == expected[number]
     assert service.worker.stats().sessions == 1 + len(ASKED)
-    last = named(request, 20, session="ans_1", question=ASKED[0])
-    assert await service.ids(last) == expected[0]
+
+
+async def test_a_reply_that_was_lost_can_be_asked_for_until_it_is_gone_on_from(
+    service: Service,
+) -> None:
+    request = await service.ready()
+    await service.answer(named(request, 1))
+    lost = await service.ids(named(request, 2, session="ans_1", question="Why?"))
+    assert await service.ids(named(request, 3, session="ans_1", question="Why?")) == lost
+    await service.answer(named(request, 4, session="ans_3", question="Since when?"))
     with pytest.raises(SessionGone) as gone:
-        await service.answer(last)
+        await service.answer(named(request, 5, session="ans_1", question="Why?"))
     assert gone.value.reason == "continued"
+    assert service.worker.stats().sessions == 3
+
+
+async def test_an_answer_that_was_forked_stays_when_the_fork_goes_on(service: Service) -> None:
+    request = await service.ready()
+    await service.answer(named(request, 1))
+    await service.answer(named(request, 2, session="ans_1", fork=True))
+    await service.answer(named(request, 3, session="ans_2"))
+    await service.answer(named(request, 4, session="ans_3"))
+    await service.answer(named(request, 5, session="ans_1"))
+
+
+async def test_a_question_on_what_expires_meanwhile_is_answered(service: Service) -> None:
+    request = await service.ready()
+    whole = await service.ids(replace(request, max_tokens=30))
+    service.model.hold_after(5)
+    running = asyncio.create_task(service.ids(named(request, 1, max_tokens=30)))
+    await asyncio.to_thread(service.model.wait_until_held)
+    expiry = Expiry("created_at", 1)
+    while (await service.status(request)) != "expired":
+        await service.stores.metadata.patch_context(
+            TENANT, request.context_id, name=None, metadata={}, expires=expiry
+        )
+    service.model.release()
+    assert await running == whole
+    with pytest.raises(ContextExpired):
+        await service.registry.open_query(TENANT, request.context_id, None)
+    await forget_conversations(service.stores, service.worker)
+    assert service.worker.stats().sessions == 0
 
 
 async def test_several_questions_go_on_from_one_answer(service: Service) -> None:
@@ -155,8 +199,9 @@ async def test_one_question_that_is_too_long_refuses_all_before_anything_runs(
         request = await service.ready(LONG)
         service.model.batches.clear()
         too_long = replace(request, question=" pear" * 300)
-        with pytest.raises(QuestionTooLong):
+        with pytest.raises(QuestionTooLong) as refused:
             await together(service, [request, too_long, request])
+        assert refused.value.facts["question"] == 1
         assert service.model.batches == []
         long_talk = (Turn("user", " pear" * 150), Turn("assistant", " plum" * 150))
         with pytest.raises(QuestionTooLong):
@@ -200,7 +245,7 @@ async def test_a_continuation_that_breaks_off_leaves_the_answer_as_it_was(servic
     again = replace(whole, answer_id="ans_4", fork=False)
     assert await service.ids(again) == expected
     assert before.sessions == 1
-    assert service.worker.stats().sessions == 2
+    assert service.worker.stats().sessions == 3
 
 
 async def test_extra_system_text_of_a_turn_stands_before_its_question(service: Service) -> None:
