@@ -15,13 +15,12 @@ from kvkeep_bench.engine import EngineSide
 from kvkeep_bench.models import MODEL_NAMES, find_model
 from torch import Tensor
 
-from kvkeep_kernels.layout import RaggedKV
-from kvkeep_kernels.quantize import quantize_kv
+from kvkeep_kernels.layout import CodeKind, ContextRows, RaggedKV
+from kvkeep_kernels.quantize import channel_mean, quantize_kv
 from kvkeep_service.config import load_settings
 from kvkeep_service.engine.build import DocumentTokens, build
 from kvkeep_service.engine.cache import ContextView, ResidentContext, Tail
 from kvkeep_service.engine.decode import QuestionPass
-from kvkeep_service.ports import Quantization
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "alice.txt"
 
@@ -38,14 +37,13 @@ class Measured:
         self.following = torch.tensor([piece.ids[tokens : tokens + asked]])
         self.repeated = torch.tensor([piece.ids[:asked]])
 
-    def built(self, ratio: float, quantization: Quantization) -> ResidentContext:
-        """A whole build."""
+    def built(self, ratio: float) -> ResidentContext:
+        """A whole build of plain rows."""
         steps = build(
             self._engine.loaded.language_model,
             self.document,
             policy=self._plan.policy if ratio < 1 else None,
             ratios=(ratio,),
-            quantization=quantization,
         )
         while True:
             try:
@@ -64,24 +62,32 @@ class Measured:
         return torch.log_softmax(model.logits(hidden[0]).float(), dim=-1)
 
 
-def without_means(context: ResidentContext) -> ResidentContext:
-    """The same rows in 4 bits, their keys as they are."""
-    layers = []
-    for rows in context.layers:
+def quantized(
+    context: ResidentContext, kind: CodeKind, everything: ResidentContext | None = None
+) -> ResidentContext:
+    """The same rows in codes, as a build makes them. int4: about the means of ``everything``."""
+    layers: list[ContextRows] = []
+    for index, rows in enumerate(context.layers):
         assert isinstance(rows, RaggedKV)
-        means = torch.zeros(rows.num_kv_heads, rows.head_dim, dtype=torch.float16)
-        layers.append(quantize_kv(rows, "int4", means))
+        means = None
+        if everything is not None:
+            whole = everything.layers[index].k.unflatten(0, (rows.num_kv_heads, -1))
+            means = channel_mean(whole)
+        elif kind == "int4":
+            means = torch.zeros(rows.num_kv_heads, rows.head_dim, dtype=torch.float16)
+        layers.append(quantize_kv(rows, kind, means))
     return replace(context, layers=tuple(layers), _views={})
 
 
-def variants(measured: Measured, ratio: float) -> Iterator[tuple[str, ResidentContext]]:
+def variants(
+    plain: ResidentContext, everything: ResidentContext
+) -> Iterator[tuple[str, ResidentContext]]:
     """The plain cache first."""
-    plain = measured.built(ratio, "none")
     yield "none", plain
-    yield "int8", measured.built(ratio, "int8")
-    yield "fp8", measured.built(ratio, "fp8")
-    yield "int4", measured.built(ratio, "int4")
-    yield "int4 without means", without_means(plain)
+    yield "int8", quantized(plain, "int8")
+    yield "fp8", quantized(plain, "fp8")
+    yield "int4", quantized(plain, "int4", everything)
+    yield "int4 without means", quantized(plain, "int4")
 
 
 def main() -> None:
@@ -90,26 +96,36 @@ def main() -> None:
     parser.add_argument("--model", choices=MODEL_NAMES, default="smollm2")
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--asked", type=int, default=256)
-    parser.add_argument("--ratio", type=float, default=0.3)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1.0, 0.3])
     given = parser.parse_args()
     found = find_model(given.model)
     if found is None:
         raise SystemExit(f"{given.model} is not installed")
     engine = EngineSide(found.reference, load_settings().model_cache)
     measured = Measured(engine, TEXT.read_text(), given.tokens, given.asked)
-    plain: dict[str, Tensor] = {}
     with torch.inference_mode():
-        for name, context in variants(measured, given.ratio):
-            print(f"{name:20} {context.size_bytes / 1e6:7.2f} MB", end="")
-            view = context.view(given.ratio)
-            for what, ids in (("next", measured.following), ("again", measured.repeated)):
-                found_here = measured.log_probabilities(view, ids)
-                reference = plain.setdefault(what, found_here)
-                targets = ids[0, 1:, None]
-                loss = -found_here[:-1].gather(1, targets).mean()
-                away = (reference.exp() * (reference - found_here)).sum(-1).mean()
-                print(f" | {what}: loss {loss:.4f}, KL {away:.4f}", end="")
-            print(flush=True)
+        everything = measured.built(1.0)
+        for ratio in given.ratios:
+            report(measured, everything if ratio == 1.0 else measured.built(ratio), everything)
+
+
+def report(measured: Measured, plain: ResidentContext, everything: ResidentContext) -> None:
+    """Print the table of one ratio."""
+    ratio = plain.ratios[-1]
+    print(f"\n## Ratio {ratio}, {plain.num_tokens} tokens\n")
+    print("| codes | MB | loss next | KL next | loss again | KL again |")
+    print("|---|---|---|---|---|---|")
+    references: dict[str, Tensor] = {}
+    for name, context in variants(plain, everything):
+        cells = [name, f"{context.size_bytes / 1e6:.2f}"]
+        view = context.view(ratio)
+        for what, ids in (("next", measured.following), ("again", measured.repeated)):
+            found = measured.log_probabilities(view, ids)
+            reference = references.setdefault(what, found)
+            loss = -found[:-1].gather(1, ids[0, 1:, None]).mean()
+            away = (reference.exp() * (reference - found)).sum(-1).mean()
+            cells += [f"{loss:.4f}", f"{away:.4f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

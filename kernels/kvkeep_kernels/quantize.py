@@ -23,6 +23,8 @@ from kvkeep_kernels.layout import CodeKind, OutOfRange, QuantizedKV, RaggedKV, S
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _SMALLEST_SCALE = 2.0**-24
+# As an int16: the float16 that is negative and nearest to zero.
+_BELOW_ZERO = -0x7FFF
 _FLOAT8_MAX = 448.0
 # The largest float16 of which 448 are a float16 too: no value overflows that its model could hold.
 _LARGEST_FLOAT8_SCALE = 146.125
@@ -147,8 +149,10 @@ def _rounded_up(values: Tensor) -> Tensor:
 def _rounded_down(values: Tensor) -> Tensor:
     """The nearest float16 that is not above; values fp32 within its range."""
     nearest = values.to(torch.float16)
-    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
-    return torch.where(nearest.float() > values, below, nearest)
+    # ``nextafter`` by bits: on GPUs torch has it for float16 only since 2.6.
+    bits = nearest.view(torch.int16)
+    below = torch.where(bits > 0, bits - 1, torch.where(bits == 0, _BELOW_ZERO, bits + 1))
+    return torch.where(nearest.float() > values, below.view(torch.float16), nearest)
 
 
 def _check_range(name: str, rows: Tensor) -> None:

@@ -107,6 +107,19 @@ def test_an_extreme_row_keeps_finite_scales_that_are_not_zero(
     check_errors(torch.tensor([row * 32]), kind)
 
 
+def test_zeros_are_the_nearest_float16_that_is_not_above() -> None:
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    halves = halves[halves.abs() < 65504]
+    down = torch.full_like(halves, -torch.inf)
+    just_below = torch.nextafter(halves.float(), down.float())
+    for values, expected in (
+        (halves.float(), halves),
+        (just_below, torch.nextafter(halves, down)),
+    ):
+        found = quantize_kv(one_head(values[:, None].expand(-1, 2).contiguous()), "int8")
+        assert torch.equal(found.k_zero, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -65520.0, 1e30], ids=str)
 @pytest.mark.parametrize("name", ["k", "v"])
