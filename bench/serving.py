@@ -64,7 +64,7 @@ def main() -> None:
         lines += bench.table()
     finally:
         scheduler.stop(60)
-    shown = "half of a round" if slice_ms is None else f"{slice_ms} ms"
+    shown = "not set" if slice_ms is None else f"{slice_ms} ms"
     text = "\n".join(
         [
             machine,

@@ -100,6 +100,12 @@ class Jobs:
             seconds = min(remaining, self._poll_seconds)
             await self._link.wait_for_entry(BUILDS, taken, seconds)
 
+    async def others_wait(self, tenant: str) -> bool:
+        """Whether a tenant but this one has a job among the oldest, claimed or not."""
+        arguments: list[Word] = [_GROUP, "-", _QUEUED_AT_ONCE]
+        _, *queued = texts(await self._link.run(scripts.QUEUED, [BUILDS], arguments))
+        return any(owner != tenant for owner in queued[::2])
+
     async def heartbeat(self, job: Job, owner: str) -> None:
         """Keep a job for its full time from now.
 

@@ -114,7 +114,7 @@ async def test_a_failing_build_is_tried_again_and_given_up_with_the_reason(
     assert [end.how for end in ends] == ["given back"] * (MAX_ATTEMPTS - 1) + ["settled"]
     assert [end.attempts for end in ends] == [1, 2, 3]
     failed = await _assert_failed(bench, record, "build_failed")
-    assert failed.error_detail == "given up after 3 attempts, the last ended with MemoryError"
+    assert failed.error_detail == "given up after 3 attempts, the last ended with too little memory"
     # The builder and the engine go on.
     bench.model.error = None
     assert (await bench.build(LONG)).status == "ready"
