@@ -17,6 +17,7 @@ from kvkeep_service.engine.build import (
     prefill,
     slices,
 )
+from kvkeep_service.engine.build_memory import build_bytes
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.model import LanguageModel
@@ -24,6 +25,7 @@ from kvkeep_service.policies.kvzip import (
     CHUNK_TOKENS,
     KVzip,
     RepeatPrompts,
+    _RepeatPass,
     chunk_tokens,
 )
 
@@ -223,6 +225,25 @@ def test_a_build_hands_back_control_after_every_slice_in_every_layer(
     assert max(tokens for item in per_item for _, tokens in item) <= SLICE_TOKENS
     # The document in two slices, then repeat inputs of 705 and 212 tokens in two and one.
     assert sum(map(len, per_item)) == num_layers * (2 + 2 + 1)
+
+
+@pytest.mark.parametrize("length", [CHUNK, 2000])
+def test_what_scoring_holds_beside_the_cache_is_known_before_it_begins(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, document = engine_model(stock_model("llama")), random_document(400)
+    held = []
+    enter = _RepeatPass.enter
+
+    def weighed(repeat: _RepeatPass, layer: int) -> None:
+        held.append(repeat._rows.nbytes + repeat._scores.untyped_storage().nbytes())
+        enter(repeat, layer)
+
+    monkeypatch.setattr(_RepeatPass, "enter", weighed)
+    policy = KVzip(PROMPTS, scoring="exact", chunk_tokens=length)
+    run_build(model, document, policy, (0.3,))
+    known = build_bytes(model, document.num_tokens)
+    assert max(held) <= known - model.shape.full_bytes(document.num_tokens, model.dtype)
 
 
 def counting(step: Callable[..., None], run: list[tuple[int, int]]) -> Callable[..., None]:
