@@ -11,6 +11,7 @@ from kvkeep_service.ports import (
     CompressionSpec,
     DocumentSpec,
     QueryRequest,
+    TokenEvent,
     WorkerStats,
 )
 from kvkeep_service.recovery import Recovery
@@ -120,3 +121,20 @@ async def serving(
         model.release()
         await worker.stop()
         await registry.close()
+
+
+def named(request: QueryRequest, number: int, **changes: object) -> QueryRequest:
+    return replace(request, answer_id=f"ans_{number}", **changes)  # type: ignore[arg-type]  # fields
+
+
+async def together(service: Service, requests: list[QueryRequest]) -> list[tuple[int, ...]]:
+    answers: dict[int, AnswerEvent] = {}
+    pieces = [""] * len(requests)
+    async with aclosing(service.worker.query(*requests)) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                pieces[event.question] += event.text
+            else:
+                answers[event.question] = event
+    assert [answers[number].text for number in range(len(requests))] == pieces
+    return [answers[number].token_ids or () for number in range(len(requests))]
