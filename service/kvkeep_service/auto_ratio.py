@@ -10,7 +10,7 @@ from typing import Final
 
 from kvkeep_service.ports import Fidelity
 
-MARGIN: Final = 1.0
+MARGIN: Final = 1.5
 """Standard errors that are added to a measured loss before it is compared."""
 
 
@@ -82,11 +82,3 @@ def cautious_losses(fidelity: Fidelity | None, *, is_exact: bool) -> dict[float,
         if fidelity is not None
     }
     return losses | {1.0: 0.0} if is_exact else losses
-
-
-def decided(
-    candidates: Sequence[float], losses: Mapping[float, float], max_loss: float
-) -> float | None:
-    """The smallest ratio by what is known; None when that leaves it open, or none will do."""
-    found = smallest_within(candidates, losses, max_loss)
-    return found.ratio if isinstance(found, Found) else None

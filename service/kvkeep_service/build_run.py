@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.builds import BuildTask
 from kvkeep_service.engine.model import LanguageModel
@@ -16,7 +17,7 @@ async def run_build(
     scheduler: Scheduler,
     model: LanguageModel,
     plan: BuildPlan,
-    ratios: tuple[float, ...],
+    ratios: tuple[float, ...] | AutoRatio,
     report: Callable[[Progress], None],
 ) -> BuiltCache:
     """Hand a build to the engine's thread and wait for it; cancelling abandons it.

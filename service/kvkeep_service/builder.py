@@ -16,12 +16,14 @@ import structlog
 from kvkeep_service.build_run import run_build
 from kvkeep_service.engine.build import BuiltCache, Progress
 from kvkeep_service.engine.build_memory import build_bytes
+from kvkeep_service.engine.checking import LossUnreachable
 from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
-from kvkeep_service.plan import BuildPlan, Planner, band_ratios
+from kvkeep_service.known_ratio import ratio_by
+from kvkeep_service.plan import BuildPlan, Planner, candidates, ratios_to_build
 from kvkeep_service.reservations import BuildTooLarge
 from kvkeep_service.residency import Residency
 from kvkeep_service.rows import to_store
@@ -31,7 +33,7 @@ from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
 from kvkeep_storage.binding import require_bound
 from kvkeep_storage.commit import commit, new_generation
-from kvkeep_storage.documents import DocumentBody, get_document, mirror_context
+from kvkeep_storage.documents import get_document, mirror_context
 from kvkeep_storage.errors import (
     Corrupt,
     Full,
@@ -46,7 +48,7 @@ from kvkeep_storage.errors import (
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.manifest import ManifestFacts
-from kvkeep_storage.records import BuildLease, ContextRecord
+from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
 
 _log = structlog.get_logger(__name__)
 
@@ -207,6 +209,7 @@ class Builder:
             return
         if record.model != self._planner.identity.model:
             raise Postponed
+        await self._find_ratio(job, record)
         if await metadata.attach(job.tenant, job.context_id, time.time()) is not None:
             await self._mirror(job)
             return
@@ -223,24 +226,34 @@ class Builder:
             with suppress(StorageError):
                 await asyncio.shield(leases.release(lease))
 
+    async def _find_ratio(self, job: Job, record: ContextRecord) -> None:
+        """Settle the ratio of a context, where what others have built meanwhile decides it."""
+        if record.ratio_from is None:
+            return
+        committed = await self._stores.metadata.cache(job.tenant, record.cache_id)
+        ratio = ratio_by(committed, record, candidates(record.ratio_from, record.ratio))
+        if ratio is not None:
+            await self._stores.metadata.find_ratio(job.tenant, job.context_id, ratio)
+
     async def _build_and_commit(self, job: Job, record: ContextRecord, lease: BuildLease) -> None:
         stores = self._stores
         metadata = stores.metadata
         key = CacheKey(job.tenant, record.cache_id)
         async with Heartbeat(stores, job, lease).beating() as report:
-            plan, body = await self._plan(job, record)
+            plan = await self._plan(job, record)
             if record.status != "ready":
                 is_rebuild = record.status == "rebuilding"
                 await metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
             committed = await metadata.cache(*key)
-            # Whatever others rely on stays readable: their cuts, up to the highest.
-            relied_on = committed.ratios if committed else ()
-            ratio = 1.0 if plan.policy is None else max(body.ratio, *relied_on, 0.0)
-            ratios = band_ratios(ratio, (*relied_on, body.ratio))
             started = time.time()
+            max_loss = None if record.ratio_from is None else record.max_loss
+            relied_on = committed.ratios if committed else ()
+            ratios = ratios_to_build(plan, record.ratio, max_loss, relied_on)
             async with self._room(plan):
                 built = await run_build(self._scheduler, self._model, plan, ratios, report)
-            facts = _facts(plan, built, ratio, queued_seconds=started - record.created_at)
+            if built.chosen is not None:
+                await metadata.find_ratio(job.tenant, job.context_id, built.chosen)
+            facts = _facts(plan, built, committed, queued_seconds=started - record.created_at)
             rows = await asyncio.to_thread(to_store, built)
             report(Progress("storing", 1.0))
             # Before the commit makes contexts ready: their first questions find it in memory.
@@ -268,7 +281,7 @@ class Builder:
             # Deleted since the commit, by somebody who found nothing to drop yet.
             self._residency.drop(key)
 
-    async def _plan(self, job: Job, record: ContextRecord) -> tuple[BuildPlan, DocumentBody]:
+    async def _plan(self, job: Job, record: ContextRecord) -> BuildPlan:
         """Read the document again; the fingerprint must be the one that was promised."""
         try:
             body = await get_document(self._stores.objects, DocumentKey(job.tenant, job.context_id))
@@ -298,7 +311,7 @@ class Builder:
         if plan.fingerprint.digest != record.cache_id:
             self._wait_for_another(job, record)
             raise Postponed
-        return plan, body
+        return plan
 
     def _wait_for_another(self, job: Job, record: ContextRecord) -> None:
         """It waits for a server like the one it was registered at; this one never will be."""
@@ -307,13 +320,18 @@ class Builder:
 
     @asynccontextmanager
     async def _room(self, plan: BuildPlan) -> AsyncIterator[None]:
-        """Memory for a build, once there is as much. Raises: BuildFailed, when there never is."""
+        """Memory for a build, once there is as much.
+
+        Raises: BuildFailed, when there never is, and when what is built loses too much.
+        """
         size_bytes = build_bytes(self._model, plan.document.num_tokens)
         try:
             async with self._residency.reservations.for_build(size_bytes):
                 yield
         except BuildTooLarge as error:
             raise BuildFailed("build_too_large", str(error)) from error
+        except LossUnreachable as error:
+            raise BuildFailed("max_loss_unreachable", str(error)) from error
 
     async def _fail(self, job: Job, code: str, detail: str) -> None:
         _log.warning("build_failed", context=job.context_id, code=code)
@@ -330,15 +348,19 @@ class Builder:
 
 
 def _facts(
-    plan: BuildPlan, built: BuiltCache, ratio: float, *, queued_seconds: float
+    plan: BuildPlan, built: BuiltCache, committed: CacheRecord | None, *, queued_seconds: float
 ) -> ManifestFacts:
+    fidelity = built.fidelity
+    if fidelity is not None and committed is not None:
+        fidelity = fidelity.with_those_of(committed.fidelity)
     return ManifestFacts(
         fingerprint=plan.fingerprint,
         tokens_total=plan.document.num_tokens,
         tokens_protected=plan.num_protected,
-        ratio=ratio,
+        ratio=built.selection.ratios[-1],
         ratio_achieved=built.selection.ratio_achieved,
         policy_applied=built.policy_applied,
         timings={"queue_s": queued_seconds, **built.timings},
         versions={name: version(name) for name in _VERSIONS},
+        fidelity=fidelity,
     )

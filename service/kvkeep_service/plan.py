@@ -11,7 +11,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvkeep_service.budget import ratio_of_tokens
+from kvkeep_service.auto_ratio import AutoRatio
+from kvkeep_service.budget import LOSSY_BELOW, RATIO_MIN, ratio_of_tokens
 from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.errors import DocumentTooLong, InvalidRequest
@@ -38,6 +39,8 @@ _NO_POLICY_VERSION = 1
 class BuildPlan:
     """What to build. ``policy`` None keeps every row, and then ``ratio`` is 1.0.
 
+    ``candidates``: where the ratio is to be found, those that it may be; ``ratio`` is the last.
+
     ``quantization``: how its rows are kept. ``repeat_prompt``: what asks for a repetition.
     """
 
@@ -48,6 +51,7 @@ class BuildPlan:
     ratio: float
     quantization: Quantization
     repeat_prompt: tuple[int, ...]
+    candidates: tuple[float, ...]
 
     @property
     def policy_applied(self) -> str:
@@ -111,7 +115,8 @@ class Planner:
         protected = _protected(document, piece.offsets)
         tokens = DocumentTokens(prefix_ids, piece.ids, protected)
         policy = self._choice.choose(compression, tokens)
-        ratio = 1.0 if policy is None else _ratio(compression, tokens)
+        open_ratios = _candidates(compression, policy)
+        ratio = 1.0 if policy is None or open_ratios else _ratio(compression, tokens)
         fingerprint = self._fingerprint(tenant, prefix_text, tokens, compression, policy)
         return BuildPlan(
             tokens,
@@ -121,6 +126,7 @@ class Planner:
             ratio,
             compression.quantization,
             self._repeat_prompt,
+            open_ratios,
         )
 
     def plan_stored(self, tenant: str, body: DocumentBody) -> BuildPlan:
@@ -137,6 +143,8 @@ class Planner:
             quantization=_stored_quantization(body.quantization),
             normalization=_stored_normalization(body.normalization),
             neighbours=body.neighbours,
+            max_loss=body.max_loss,
+            allow_lossy=body.ratio_from is not None and body.ratio_from < LOSSY_BELOW,
         )
         return self.plan(tenant, document, compression, body.prefix_text)
 
@@ -174,6 +182,34 @@ def band_ratios(ratio: float, kept_before: Sequence[float] = ()) -> tuple[float,
     """Where to cut an artifact of this ratio; ``kept_before``: cuts that contexts rely on."""
     cuts = {cut for cut in (*BANDS, *kept_before) if cut < ratio}
     return (*sorted(cuts), ratio)
+
+
+def candidates(lowest: float, highest: float) -> tuple[float, ...]:
+    """The ratios from ``lowest`` to ``highest`` of which one may be found."""
+    return tuple(cut for cut in BANDS if lowest <= cut <= highest)
+
+
+def ratios_to_build(
+    plan: BuildPlan, ratio: float, max_loss: float | None, relied_on: Sequence[float]
+) -> tuple[float, ...] | AutoRatio:
+    """Where to cut what a plan builds for a context of this ratio, or what is to decide it.
+
+    With ``max_loss`` the ratio is to be found. ``relied_on``, what the committed cache is cut at,
+    stays readable, up to the highest.
+    """
+
+    def cuts(own: float) -> tuple[float, ...]:
+        return band_ratios(max(own, *relied_on, 0.0), (*relied_on, own))
+
+    return cuts(ratio) if max_loss is None else AutoRatio(plan.candidates, max_loss, cuts)
+
+
+def _candidates(compression: CompressionSpec, policy: ScoringPolicy | None) -> tuple[float, ...]:
+    """The ratios to choose from where a loss was asked for; none where nothing can be lost."""
+    if compression.max_loss is None or (policy is None and compression.quantization == "none"):
+        return ()
+    lowest = RATIO_MIN if compression.allow_lossy else LOSSY_BELOW
+    return (1.0,) if policy is None else candidates(lowest, 1.0)
 
 
 def _ratio(compression: CompressionSpec, document: DocumentTokens) -> float:

@@ -47,7 +47,8 @@ class CompressionSpec:
     """How the KV cache is to be compressed. ``ratio`` is the fraction kept, in (0, 1].
 
     ``tokens``, where given, is kept rows per head on average instead, and ``ratio`` means nothing;
-    ``allow_lossy`` says whether that may come to a ratio at which answers suffer.
+    ``max_loss``, in nats per token, has the ratio found, and ``ratio`` means nothing then either.
+    ``allow_lossy`` says whether either may come to a ratio at which answers suffer.
     ``normalization``: what scores are multiplied by; it and ``scoring`` are KVzip's alone.
     ``neighbours``: chunks on each side of its own that local scoring sees.
     ``quantization``: what the numbers of what is kept become; "none" leaves them as they are.
@@ -61,6 +62,7 @@ class CompressionSpec:
     neighbours: int = 0
     tokens: int | None = None
     allow_lossy: bool = False
+    max_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class Prepared:
     ratio: float
     full_bytes: int
     fingerprint: Fingerprint
+    candidates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Registering a document: nothing of it is left when it fails, everything when it returns."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final
 
@@ -14,6 +14,7 @@ from kvkeep_service.errors import (
     QuotaExceeded,
 )
 from kvkeep_service.ids import new_context_id
+from kvkeep_service.known_ratio import ratio_by
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Prepared, Worker
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
@@ -68,6 +69,8 @@ async def register(
         raise ModelNotFound(str(wanted.model), served)
     prepared = await worker.prepare(tenant, wanted.document, wanted.compression)
     record = _record(tenant, served, wanted, prepared, now)
+    if prepared.candidates:
+        record = await _with_known_ratio(stores, record, prepared)
     key = DocumentKey(tenant, record.id)
     try:
         # Before anything is written; creating the record compares them again.
@@ -144,6 +147,15 @@ async def _quietly(work: Awaitable[object], complaint: str) -> None:
         _log.warning(complaint, code=error.code)
 
 
+async def _with_known_ratio(
+    stores: Stores, record: ContextRecord, prepared: Prepared
+) -> ContextRecord:
+    """The record with its ratio, when what is committed already decides it."""
+    committed = await stores.metadata.cache(record.tenant, record.cache_id)
+    ratio = ratio_by(committed, record, prepared.candidates)
+    return record if ratio is None else replace(record, ratio=ratio, ratio_from=None)
+
+
 def _record(
     tenant: str, model: str, wanted: Registration, prepared: Prepared, now: float
 ) -> ContextRecord:
@@ -162,6 +174,8 @@ def _record(
         policy_applied=prepared.policy_applied,
         ratio=prepared.ratio,
         tokens_asked=wanted.compression.tokens,
+        max_loss=wanted.compression.max_loss,
+        ratio_from=prepared.candidates[0] if prepared.candidates else None,
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
         full_bytes=prepared.full_bytes,
@@ -188,4 +202,6 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         quantization=wanted.compression.quantization,
         normalization=wanted.compression.normalization,
         neighbours=wanted.compression.neighbours,
+        max_loss=wanted.compression.max_loss,
+        ratio_from=prepared.candidates[0] if prepared.candidates else None,
     )

@@ -142,6 +142,7 @@ class LocalWorker:
             ratio=plan.ratio,
             full_bytes=model.shape.full_bytes(plan.document.num_tokens, model.dtype),
             fingerprint=plan.fingerprint,
+            candidates=plan.candidates,
         )
 
     async def query(self, *requests: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:

@@ -29,7 +29,7 @@ _OFFER: Final = (
     + """
 local function offer(context, cache)
   local found = redis.call('HMGET', cache, 'ratios', 'ratio_achieved', 'stored_bytes',
-                           'policy_applied', 'timings')
+                           'policy_applied', 'timings', 'fidelity')
   local asked = redis.call('HGET', context, 'ratio')
   local available = {}
   for ratio in string.gmatch(found[1], '[^,]+') do
@@ -39,6 +39,11 @@ local function offer(context, cache)
   redis.call('HSET', context, 'ratios_available', table.concat(available, ','),
              'ratio_achieved', found[2], 'stored_bytes', found[3], 'policy_applied', found[4],
              'timings', found[5])
+  if found[6] then
+    redis.call('HSET', context, 'fidelity', found[6])
+  else
+    redis.call('HDEL', context, 'fidelity')
+  end
 end
 local function make_ready(context, unfinished, waiting, id, now)
   redis.call('HSET', context, 'status', 'ready', 'fraction', '1.0', 'ready_at', now)
@@ -66,11 +71,11 @@ return 1
 ATTACH: Final = (
     _OFFER
     + """
-local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'ratio')
+local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'ratio', 'ratio_from')
 local ratios = redis.call('HGET', KEYS[2], 'ratios')
 if not context[1] or not ratios then return 0 end
 if not unfinished_status[context[1]] or context[2] ~= ARGV[2] then return 0 end
-if not holds(ratios, context[3]) then return 0 end
+if context[4] or not holds(ratios, context[3]) then return 0 end
 offer(KEYS[1], KEYS[2])
 make_ready(KEYS[1], KEYS[3], KEYS[4], ARGV[1], ARGV[3])
 recharge(KEYS[5], KEYS[2], KEYS[4], ARGV[2])
@@ -102,8 +107,9 @@ redis.call('SADD', KEYS[3], ARGV[2])
 local reply = {'ok'}
 for i, id in ipairs(ids) do
   local key = KEYS[7 + i]
-  local context = redis.call('HMGET', key, 'status', 'ratio', 'refresh_requested_at')
-  if context[1] and holds(fields.ratios, context[2]) then
+  local context = redis.call('HMGET', key, 'status', 'ratio', 'refresh_requested_at',
+                             'ratio_from')
+  if context[1] and not context[4] and holds(fields.ratios, context[2]) then
     if unfinished_status[context[1]] then
       make_ready(key, KEYS[5], KEYS[6], id, ARGV[3])
       reply[#reply + 1] = id
@@ -139,7 +145,7 @@ for i, id in ipairs(ids) do
   if redis.call('HGET', key, 'status') == 'ready' then
     redis.call('HSET', key, 'status', 'rebuilding', 'fraction', '0.0')
     redis.call('HDEL', key, 'stage', 'ratio_achieved', 'ratios_available', 'stored_bytes',
-               'refresh_requested_at')
+               'fidelity', 'refresh_requested_at')
     wait(key, KEYS[4], KEYS[5], id)
     reply[#reply + 1] = id
   end

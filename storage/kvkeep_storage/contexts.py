@@ -172,6 +172,24 @@ class ContextTable(ContextIndex):
         error = {"error_code": code, "error_detail": detail[:_ERROR_DETAIL_CHARS_MAX]}
         return await self._move(tenant, context_id, "failed", error) == "ok"
 
+    async def find_ratio(self, tenant: str, context_id: str, ratio: float) -> bool:
+        """Settle the ratio of a context that was registered with a loss instead.
+
+        False, and nothing written, when it is missing or its ratio is known already. The tenant
+        is charged anew, no more than before.
+        """
+        keys = TenantKeys(tenant)
+        for _ in range(MAX_RACES):
+            cache_id = await self._cache_id(keys, context_id)
+            reply = await self._link.run(
+                scripts.FIND_RATIO,
+                self._waiting_keys(keys, context_id, cache_id),
+                [context_id, cache_id, encode("ratio", ratio)],
+            )
+            if reply != "retry":
+                return bool(reply == "ok")
+        raise Conflict("context", context_id, f"its cache changed {MAX_RACES} times")
+
     async def attach(self, tenant: str, context_id: str, now: float) -> ContextRecord | None:
         """Make a waiting context ready when its cache is committed and cut at its ratio.
 

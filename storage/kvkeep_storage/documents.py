@@ -47,6 +47,9 @@ class DocumentBody(BaseModel):
     quantization: str = "none"
     normalization: str = "none"
     neighbours: Annotated[int, Field(ge=0)] = 0
+    # Where the ratio is to be found: by which loss, and from which ratio on.
+    max_loss: Annotated[float | None, Field(ge=0)] = None
+    ratio_from: Annotated[float | None, Field(gt=0, le=1)] = None
 
 
 class _MirrorBody(BaseModel):

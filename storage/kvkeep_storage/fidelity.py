@@ -6,7 +6,7 @@ counted. ``ratio`` is the fraction of the KV pairs that is kept. Pure, no I/O.
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from kvkeep_storage.errors import Invalid
@@ -56,6 +56,13 @@ class Fidelity:
     def at(self, ratio: float) -> RatioFidelity | None:
         """What was measured at exactly this ratio; None when nothing was."""
         return next((item for item in self.ratios if item.ratio == ratio), None)
+
+    def with_those_of(self, earlier: "Fidelity | None") -> "Fidelity":
+        """Also what an earlier build measured of the same rows, at ratios not measured now."""
+        if earlier is None or (earlier.spans, earlier.tokens) != (self.spans, self.tokens):
+            return self
+        measured = {item.ratio: item for item in (*earlier.ratios, *self.ratios)}
+        return replace(self, ratios=tuple(measured[ratio] for ratio in sorted(measured)))
 
     def to_json(self) -> str:
         """As text for a record; equal values give equal texts."""

@@ -33,6 +33,7 @@ def cache_record(key: GenerationKey, manifest: Manifest, content: bytes) -> Cach
         model=manifest.fingerprint.model,
         committed_at=manifest.created_at,
         timings=manifest.timings,
+        fidelity=manifest.fidelity,
     )
 
 

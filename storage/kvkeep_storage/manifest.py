@@ -29,14 +29,17 @@ from kvkeep_storage.artifact import (
     row_bytes,
 )
 from kvkeep_storage.errors import Corrupt, Incompatible, Invalid
+from kvkeep_storage.fidelity import Fidelity
 from kvkeep_storage.fingerprint import Fingerprint
 from kvkeep_storage.slab import SlabDigests
 
 SCHEMA_VERSIONS: dict[Quantization, int] = {"none": 1, "int8": 2, "int4": 2, "fp8": 3}
 """What a cache is written as: the first that knew its kind of rows. So whoever could read it
 before still can, and whoever cannot says that it is incompatible."""
-SCHEMA_VERSION = max(SCHEMA_VERSIONS.values())
+SCHEMA_VERSION = 4
 """The newest that is known."""
+_WITH_FIDELITY = 4
+"""What a cache of any rows is written as when what it loses was measured."""
 
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -68,6 +71,7 @@ class ManifestFacts:
     policy_applied: str
     timings: Mapping[str, float]
     versions: Mapping[str, str]
+    fidelity: Fidelity | None = None
 
 
 class SlabEntry(BaseModel):
@@ -92,7 +96,7 @@ class Manifest(BaseModel):
     """Everything a reader must know to trust and use one generation of a cache.
 
     ``counts`` is [bands][layers][heads], the rows each band adds; ``protected`` is
-    [layers][heads]. ``slabs[i]`` describes band i. ``fidelity`` is not measured yet.
+    [layers][heads]. ``slabs[i]`` describes band i. ``fidelity`` is None where nothing was measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -117,7 +121,7 @@ class Manifest(BaseModel):
     timings: dict[str, float]
     versions: dict[str, str]
     created_at: float
-    fidelity: None = None
+    fidelity: Fidelity | None = None
 
     @model_validator(mode="after")
     def _check_agreement(self) -> Self:
@@ -131,7 +135,7 @@ class Manifest(BaseModel):
             raise Invalid("slabs", f"{self.num_layers} layer digests expected in each")
         _check_identity(self)
         row_bytes(self.dtype, self.quantization, self.head_dim)
-        if self.schema_version != SCHEMA_VERSIONS[self.quantization]:
+        if self.schema_version != _schema_version(self.quantization, self.fidelity):
             raise Invalid("schema_version", f"not the one of {self.quantization!r} rows")
         return self
 
@@ -153,7 +157,7 @@ class Manifest(BaseModel):
                 name = f"layers.{index:03d}.position"
                 raise Invalid(name, f"must be below tokens_total={facts.tokens_total}")
         content: dict[str, object] = {
-            "schema_version": SCHEMA_VERSIONS[rows.quantization],
+            "schema_version": _schema_version(rows.quantization, facts.fidelity),
             "fingerprint": facts.fingerprint,
             "tokens_total": facts.tokens_total,
             "tokens_protected": facts.tokens_protected,
@@ -179,6 +183,7 @@ class Manifest(BaseModel):
             "timings": dict(facts.timings),
             "versions": dict(facts.versions),
             "created_at": created_at,
+            "fidelity": facts.fidelity,
         }
         try:
             return cls.model_validate(content)
@@ -248,6 +253,10 @@ def _quantization(fingerprint: Fingerprint) -> Quantization:
             return known
         case unknown:
             raise Invalid("quantization", f"{unknown!r} is not known")
+
+
+def _schema_version(quantization: Quantization, fidelity: Fidelity | None) -> int:
+    return SCHEMA_VERSIONS[quantization] if fidelity is None else _WITH_FIDELITY
 
 
 class _SchemaOnly(BaseModel):

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvkeep_storage.errors import RecordCorrupt
+from kvkeep_storage.fidelity import Fidelity
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -41,6 +42,8 @@ _REAL: Final = frozenset(
         "refresh_requested_at",
         "ratio",
         "ratio_achieved",
+        "ratio_from",
+        "max_loss",
     }
 )
 _REALS: Final = frozenset({"ratios", "ratios_available"})
@@ -64,6 +67,8 @@ def encode(field: str, value: Any) -> str:
         return json.dumps(dict(value), ensure_ascii=False, sort_keys=True)
     if field in _REAL:
         return repr(float(value))
+    if field == "fidelity":
+        return str(value.to_json())
     return str(value)
 
 
@@ -96,6 +101,8 @@ def _parse(field: str, text: str) -> Any:
         return tuple(_finite(field, item) for item in text.split(",") if item)
     if field in _MAPPINGS:
         return _mapping(field, text)
+    if field == "fidelity":
+        return Fidelity.from_json(text)
     return text
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Self, get_args
 
 from kvkeep_storage.errors import Invalid
+from kvkeep_storage.fidelity import Fidelity
 from kvkeep_storage.record_codec import from_hash, to_hash
 
 Status = Literal["queued", "building", "rebuilding", "ready", "failed", "expired"]
@@ -81,7 +82,9 @@ class ContextRecord:
     to; ``ratio_achieved`` what the committed cache holds, ``ratios_available`` the ratios a query
     may name: the committed ones up to ``ratio``, and ``ratio`` itself. ``status`` reads "expired"
     once ``expires_at`` has passed; it is never stored so. ``refresh_requested_at`` is set while a
-    ready context waits for a fresh generation and answers from the old one.
+    ready context waits for a fresh generation and answers from the old one. With ``max_loss``, in
+    nats per token, the ratio is to be found: until it is, ``ratio_from`` is the lowest that it
+    may be, and ``ratio`` the highest.
     Raises: Invalid, naming the field and the limit.
     """
 
@@ -118,6 +121,9 @@ class ContextRecord:
     error_detail: str | None = None
     refresh_requested_at: float | None = None
     tokens_asked: int | None = None
+    max_loss: float | None = None
+    ratio_from: float | None = None
+    fidelity: Fidelity | None = None
 
     def __post_init__(self) -> None:
         for name in ("tenant", "id", "cache_id"):
@@ -129,6 +135,10 @@ class ContextRecord:
         if not 0.0 <= self.fraction <= 1.0:
             raise Invalid("context.fraction", f"{self.fraction} is outside 0 to 1")
         _check_ratio("context.ratio", self.ratio)
+        if self.ratio_from is not None:
+            _check_ratio("context.ratio_from", self.ratio_from)
+            if self.max_loss is None:
+                raise Invalid("context.max_loss", "missing, with a ratio to be found by it")
         for name in (
             "tokens_document",
             "tokens_protected",
@@ -174,6 +184,7 @@ class CacheRecord:
     model: str
     committed_at: float
     timings: Mapping[str, float]
+    fidelity: Fidelity | None = None
 
     def __post_init__(self) -> None:
         for name in ("tenant", "cache_id", "generation"):

@@ -22,7 +22,9 @@ local waits = unfinished_status[fields.status]
 local refused = over('contexts', ARGV[4], redis.call('ZCARD', KEYS[2]), 1)
 if not refused and waits then
   local bytes = estimate(fields.full_bytes, fields.ratio)
-  refused = over_build(KEYS[3], KEYS[6], KEYS[8], ARGV[2], bytes, fields.ratio, ARGV[5], ARGV[6])
+  -- A ratio that is still to be found is held by nothing.
+  local wanted = fields.ratio_from and '' or fields.ratio
+  refused = over_build(KEYS[3], KEYS[6], KEYS[8], ARGV[2], bytes, wanted, ARGV[5], ARGV[6])
 end
 if refused then return refused end
 """
@@ -140,7 +142,7 @@ REBUILD: Final = (
     QUOTAS
     + """
 local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'expires_at', 'full_bytes',
-                           'ratio', 'refresh_requested_at')
+                           'ratio', 'refresh_requested_at', 'ratio_from')
 local status = context[1]
 if not status then return {'missing'} end
 if context[2] ~= ARGV[2] then return {'retry'} end
@@ -152,7 +154,7 @@ if not unfinished_status[status] and not context[6] then
     refused = over('queued', ARGV[4], redis.call('SCARD', KEYS[2]), 1)
   else
     refused = over_build(KEYS[2], KEYS[3], KEYS[5], ARGV[2], estimate(context[4], context[5]),
-                         context[5], ARGV[4], ARGV[5])
+                         context[7] and '' or context[5], ARGV[4], ARGV[5])
   end
   if refused then return refused end
   redis.call('HSET', KEYS[1], 'fraction', '0.0')
@@ -171,6 +173,24 @@ end
 local reply = redis.call('HGETALL', KEYS[1])
 table.insert(reply, 1, 'ok')
 return reply
+"""
+)
+
+# KEYS context unfinished cache waiting charges
+# ARGV id cache_id ratio    -> 'ok' | 'retry' | 'missing' | 'known'
+# The charge of who waits is worked out anew: until now it was that of the highest ratio.
+FIND_RATIO: Final = (
+    ACCOUNT
+    + """
+local context = redis.call('HMGET', KEYS[1], 'status', 'cache_id', 'ratio_from')
+if not context[1] then return 'missing' end
+if context[2] ~= ARGV[2] then return 'retry' end
+if not context[3] then return 'known' end
+redis.call('HSET', KEYS[1], 'ratio', ARGV[3])
+redis.call('HDEL', KEYS[1], 'ratio_from')
+if unfinished_status[context[1]] then wait(KEYS[1], KEYS[2], KEYS[4], ARGV[1]) end
+recharge(KEYS[5], KEYS[3], KEYS[4], ARGV[2])
+return 'ok'
 """
 )
 

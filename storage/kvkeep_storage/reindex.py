@@ -149,6 +149,7 @@ def _unbuilt(record: ContextRecord, now: float) -> ContextRecord:
         ratio_achieved=None,
         ratios_available=(),
         stored_bytes=None,
+        fidelity=None,
         expires_at=expires_at,
         refresh_requested_at=None,
     )

@@ -29,7 +29,8 @@ class CreateOptions(TypedDict, total=False):
     """What may be said about a context besides its document.
 
     ``policy`` picks what stays. ``ratio`` is the fraction of the KV cache to keep; below 0.15 only
-    with ``allow_lossy``. ``tokens`` is, instead, how many tokens each head keeps on average.
+    with ``allow_lossy``. With "auto" it is the smallest stored one that loses at most ``max_loss``
+    nats per token. ``tokens`` is, instead, how many tokens each head keeps on average.
     ``normalization`` is what scores are multiplied by. ``neighbours``, 0 to 4, are the chunks that
     local scoring sees on each side of the one it scores.
     ``quantization`` is what numbers that are kept become: 8 bits, 4, or "none" what they were.
@@ -42,7 +43,8 @@ class CreateOptions(TypedDict, total=False):
     system: str | None
     instructions: str | None
     protect: Sequence[tuple[int, int]]
-    ratio: float | None
+    ratio: float | Literal["auto"] | None
+    max_loss: float | None
     tokens: int | None
     policy: Policy
     scoring: Literal["auto", "exact", "local"]
@@ -99,6 +101,7 @@ class Continued:
 
 _COMPRESSION = (
     "ratio",
+    "max_loss",
     "tokens",
     "policy",
     "scoring",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -60,7 +60,13 @@ def put(
     name: Annotated[
         str | None, typer.Option(help="What to call it; the file's name otherwise.")
     ] = None,
-    ratio: Ratio = None,
+    ratio: Annotated[
+        str | None, typer.Option(help="Fraction of the KV cache to keep, or auto.")
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(min=0, help="With --ratio auto, what may be lost, in nats per token."),
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that each head keeps, instead of a ratio.")
     ] = None,
@@ -87,7 +93,8 @@ def put(
     options: CreateOptions = {
         "name": file.name if name is None else name,
         "system": system,
-        "ratio": ratio,
+        "ratio": _ratio_or_auto(ratio),
+        "max_loss": max_loss,
         "tokens": tokens,
         "allow_lossy": allow_lossy,
         "policy": policy.value,
@@ -104,6 +111,19 @@ def put(
             return
         _say(summary(context.info))
         _print(context.id)
+
+
+def _ratio_or_auto(text: str | None) -> float | Literal["auto"] | None:
+    """Read what was given as --ratio. Raises: BadParameter."""
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError as error:
+        reason = f"{text!r} is neither a number nor auto"
+        raise typer.BadParameter(reason, param_hint="--ratio") from error
 
 
 @app.command()

@@ -55,12 +55,13 @@ class Compression:
     """How the cache was compressed. Ratios are fractions kept; sizes are in bytes.
 
     ``tokens`` were asked for instead of a ratio, and ``ratio`` is what they came to; or None.
+    With ``max_loss``, in nats per token, the ratio is found by the build, and None until then.
     ``ratio_achieved`` and ``stored_bytes`` are None until the cache is built.
     """
 
     policy: str
     policy_applied: str
-    ratio: float
+    ratio: float | None
     ratio_achieved: float | None
     ratios_available: tuple[float, ...]
     scoring: str
@@ -68,6 +69,41 @@ class Compression:
     full_bytes: int
     stored_bytes: int | None
     tokens: int | None
+    max_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RatioFidelity:
+    """What reading a cache at one ratio loses; see ``Fidelity``.
+
+    ``loss_error`` is the standard error of ``nll_kept`` less ``nll_full``.
+    """
+
+    ratio: float
+    nll_kept: float
+    top1_agreement: float
+    loss_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """What compression lost, measured on ``tokens`` tokens of the document in ``spans`` pieces.
+
+    ``nll_full`` and ``nll_kept`` are mean losses in nats per token, with the whole cache and with
+    what the context keeps; ``top1_agreement`` is how often both think the same token most likely.
+    """
+
+    spans: int
+    tokens: int
+    nll_full: float
+    nll_kept: float
+    top1_agreement: float
+    ratios: tuple[RatioFidelity, ...]
+
+    @property
+    def loss(self) -> float:
+        """What was lost, in nats per token; below zero by chance where it is little."""
+        return self.nll_kept - self.nll_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +134,7 @@ class ContextInfo:
     queries: int
     error: BuildError | None
     received: Mapping[str, object] = field(repr=False, compare=False)
+    fidelity: Fidelity | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -205,6 +242,7 @@ def read_context(fields: Fields) -> ContextInfo:
         queries=fields.integer("queries"),
         error=_read_error(fields.inner_or_none("error")),
         received=fields.values,
+        fidelity=_read_fidelity(fields.inner_or_none("fidelity")),
     )
 
 
@@ -220,11 +258,32 @@ def _read_error(fields: Fields | None) -> BuildError | None:
     return BuildError(code=fields.text("code"), detail=fields.text("detail"))
 
 
+def _read_fidelity(fields: Fields | None) -> Fidelity | None:
+    if fields is None:
+        return None
+    return Fidelity(
+        spans=fields.integer("spans"),
+        tokens=fields.integer("tokens"),
+        nll_full=fields.number("nll_full"),
+        nll_kept=fields.number("nll_kept"),
+        top1_agreement=fields.number("top1_agreement"),
+        ratios=tuple(
+            RatioFidelity(
+                ratio=item.number("ratio"),
+                nll_kept=item.number("nll_kept"),
+                top1_agreement=item.number("top1_agreement"),
+                loss_error=item.number("loss_error"),
+            )
+            for item in fields.inners("ratios")
+        ),
+    )
+
+
 def _read_compression(fields: Fields) -> Compression:
     return Compression(
         policy=fields.text("policy"),
         policy_applied=fields.text("policy_applied"),
-        ratio=fields.number("ratio"),
+        ratio=fields.number_or_none("ratio"),
         ratio_achieved=fields.number_or_none("ratio_achieved"),
         ratios_available=fields.numbers("ratios_available"),
         scoring=fields.text("scoring"),
@@ -232,6 +291,7 @@ def _read_compression(fields: Fields) -> Compression:
         full_bytes=fields.integer("full_bytes"),
         stored_bytes=fields.integer_or_none("stored_bytes"),
         tokens=fields.integer_or_none("tokens"),
+        max_loss=fields.number_or_none("max_loss"),
     )
 
 

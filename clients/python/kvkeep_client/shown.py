@@ -45,6 +45,9 @@ def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
     yield "kept", f"{_kept(info)} by {info.compression.policy_applied}"
     stored = info.compression.stored_bytes
     yield "size", f"{_bytes(stored or 0)} of {_bytes(info.compression.full_bytes)}"
+    if info.fidelity is not None:
+        lost, same = info.fidelity.loss, info.fidelity.top1_agreement
+        yield "lost", f"{lost:+.3f} nats per token, {same:.0%} of next tokens the same"
     yield "queries", str(info.queries)
     yield "created", info.created_at.isoformat(" ", "seconds")
     yield "expires", info.expires_at.isoformat(" ", "seconds") if info.expires_at else "never"
@@ -53,8 +56,9 @@ def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
 
 
 def _kept(info: ContextInfo) -> str:
-    achieved = info.compression.ratio_achieved
-    return f"{info.compression.ratio if achieved is None else achieved:.0%}"
+    achieved, asked = info.compression.ratio_achieved, info.compression.ratio
+    known = asked if achieved is None else achieved
+    return "auto" if known is None else f"{known:.0%}"
 
 
 def _bytes(count: int) -> str:

@@ -1,22 +1,16 @@
 """How a context is to be compressed, as it comes in; ``ratio`` is the fraction of KV kept."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from kvkeep_service.api.strict import Strict, only
 from kvkeep_service.budget import DEFAULT_RATIO, HEAD_RATIO, check_ratio
 from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.ports import NEIGHBOURS_MAX, CompressionSpec, PolicyName, Quantization
 
-
-def _no_auto(value: object) -> object:
-    if value == "auto":
-        raise PydanticCustomError(
-            "unsupported", '"auto" is not supported by this version; send a number'
-        )
-    return value
+DEFAULT_MAX_LOSS: Final = 0.05
+"""About what the default ratio loses of prose: nats per token."""
 
 
 class Compression(Strict):
@@ -36,7 +30,7 @@ class Compression(Strict):
         only(*get_args(PolicyName)),
     ] = "kvzip"
     """What picks what stays, as docs/policies.md says; "none": all stays; "kvpop" is refused."""
-    ratio: Annotated[float | None, BeforeValidator(_no_auto)] = None
+    ratio: float | Literal["auto"] | None = None
     """Fraction kept, 0.05 to 1; below 0.15 only with allow_lossy. null: 0.3; 0.6 for kvzip_head."""
     allow_lossy: bool = False
     """Whether a ratio below 0.15, at which answers suffer, is meant."""
@@ -44,8 +38,8 @@ class Compression(Strict):
     """Tokens kept per head on average instead of ratio, 1 or more; all when it has no more."""
     neighbours: Annotated[int, Field(ge=0, le=NEIGHBOURS_MAX)] = 0
     """Chunks (0 to 4) that local scoring sees on each side of the one it scores, at their cost."""
-    max_loss: Annotated[float | None, only(None)] = None
-    """Highest accepted loss in nats per token; not supported yet: only null is accepted."""
+    max_loss: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    """With ratio "auto", the most that may be lost, in nats per token. null: 0.05."""
     scoring: Literal["auto", "exact", "local"] = "auto"
     """Scoring "exact" is KVzip as published, "local" its linear-time variant; "auto" is local."""
     normalization: Literal["none", "kvzip_plus"] = "none"
@@ -72,6 +66,7 @@ class Compression(Strict):
             neighbours=self.neighbours,
             tokens=self.tokens,
             allow_lossy=self.allow_lossy,
+            max_loss=self._max_loss(),
         )
 
     def _check_not_scored_by_repeating(self, policy: PolicyName) -> None:
@@ -86,6 +81,14 @@ class Compression(Strict):
                     f"compression.{field}", f'policy "{policy}" {reason}: leave it out'
                 )
 
+    def _max_loss(self) -> float | None:
+        """The loss that is to find the ratio; None where a ratio or tokens were asked for."""
+        if self.ratio == "auto":
+            return DEFAULT_MAX_LOSS if self.max_loss is None else self.max_loss
+        if self.max_loss is not None:
+            raise InvalidRequest("compression.max_loss", 'goes with ratio "auto" only')
+        return None
+
     def _ratio(self) -> float:
         """The ratio asked for; of no meaning where tokens were."""
         if self.policy == "none":
@@ -96,6 +99,8 @@ class Compression(Strict):
             return 1.0
         if self.tokens is not None and self.ratio is not None:
             raise InvalidRequest("compression.tokens", "send either tokens or ratio")
+        if self.ratio == "auto":
+            return 1.0
         usual = HEAD_RATIO if self.policy == "kvzip_head" else DEFAULT_RATIO
         ratio = usual if self.ratio is None else self.ratio
         check_ratio("compression.ratio", ratio, allow_lossy=self.allow_lossy)

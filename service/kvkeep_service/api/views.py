@@ -57,8 +57,10 @@ class CompressionView(View):
     """The policy asked for."""
     policy_applied: str
     """The policy used; "none" when the document was too short to evict."""
-    ratio: float
-    """Fraction of KV pairs to keep that was asked for, or that tokens came to, 0.05 to 1."""
+    ratio: float | None
+    """Fraction of KV pairs to keep, 0.05 to 1. null: it is still to be found, by `max_loss`."""
+    max_loss: float | None
+    """Where `ratio` was "auto", what may be lost at most, in nats per token. null: it was not."""
     tokens: int | None
     """Tokens to keep per head on average that were asked for. null: a ratio was."""
     ratio_achieved: float | None
@@ -73,6 +75,61 @@ class CompressionView(View):
     """Size of the KV cache uncompressed, in bytes; of layers with a sliding window, the window."""
     stored_bytes: int | None
     """Size of the cache as stored, in bytes. null: not built yet."""
+
+
+class RatioFidelityView(View):
+    """What reading the cache at one ratio loses."""
+
+    ratio: float
+    """The ratio: a query may name it."""
+    nll_kept: float
+    """As of the whole."""
+    top1_agreement: float
+    """As of the whole."""
+    loss_error: float
+    """Standard error of `nll_kept` less `nll_full`, in nats per token."""
+
+
+class FidelityView(View):
+    """What compression lost, measured when the cache was built; docs/fidelity.md explains it."""
+
+    spans: int
+    """Pieces of the document that the model was made to repeat."""
+    tokens: int
+    """Tokens of these that were counted."""
+    nll_full: float
+    """Loss of a token with the whole cache: mean negative log likelihood, in nats."""
+    nll_kept: float
+    """The same with what the context's own ratio keeps; the difference is what it lost."""
+    top1_agreement: float
+    """Share of tokens at which both think the same token most likely, 0 to 1."""
+    ratios: list[RatioFidelityView]
+    """The same at each of the `ratios_available` that was measured, ascending."""
+
+    @classmethod
+    def of(cls, record: ContextRecord) -> "FidelityView | None":
+        """Show what was measured; None when nothing was at the context's own ratio."""
+        fidelity = record.fidelity
+        own = None if fidelity is None else fidelity.at(record.ratio)
+        if fidelity is None or own is None or record.ratio_from is not None:
+            return None
+        return cls(
+            spans=fidelity.spans,
+            tokens=fidelity.tokens,
+            nll_full=fidelity.nll_full,
+            nll_kept=own.nll_kept,
+            top1_agreement=own.top1_agreement,
+            ratios=[
+                RatioFidelityView(
+                    ratio=item.ratio,
+                    nll_kept=item.nll_kept,
+                    top1_agreement=item.top1_agreement,
+                    loss_error=item.loss_error,
+                )
+                for item in fidelity.ratios
+                if item.ratio in record.ratios_available
+            ],
+        )
 
 
 class ErrorView(View):
@@ -113,8 +170,8 @@ class ContextView(View):
     """Its lengths, in tokens."""
     compression: CompressionView
     """How its cache is compressed, and what that came to."""
-    fidelity: None = None
-    """Always null: not measured by this version."""
+    fidelity: FidelityView | None
+    """What compression lost. null: nothing was left out, too short to measure, or not built."""
     timings: dict[str, float]
     """Seconds that each step of the build took, by name, such as `prefill_s`."""
     queries: int
@@ -151,7 +208,8 @@ class ContextView(View):
             compression=CompressionView(
                 policy=record.policy,
                 policy_applied=record.policy_applied,
-                ratio=record.ratio,
+                ratio=None if record.ratio_from is not None else record.ratio,
+                max_loss=record.max_loss,
                 tokens=record.tokens_asked,
                 ratio_achieved=record.ratio_achieved,
                 ratios_available=list(record.ratios_available),
@@ -161,6 +219,7 @@ class ContextView(View):
                 full_bytes=record.full_bytes,
                 stored_bytes=record.stored_bytes,
             ),
+            fidelity=FidelityView.of(record),
             timings=dict(record.timings),
             queries=record.queries,
             error=error,

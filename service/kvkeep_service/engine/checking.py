@@ -30,8 +30,10 @@ def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float |
     if auto is None:
         yield from meter.measure(meter.ratios[: meter.num_left])
         return None
+    highest = auto.candidates[-1]
     while True:
         losses = meter.cautious_losses()
+        within = [ratio for ratio, loss in losses.items() if loss <= auto.max_loss]
         match smallest_within(auto.candidates, losses, auto.max_loss):
             case Found(ratio):
                 return ratio
@@ -40,9 +42,10 @@ def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float |
             case Unmeasured(ratio):
                 if meter.num_left == 0:
                     break
-                yield from meter.measure([ratio])
-    # What was not tried is not trusted.
-    tried = [
-        ratio for ratio in auto.candidates if losses.get(ratio, auto.max_loss + 1) <= auto.max_loss
-    ]
-    return tried[0] if tried else auto.candidates[-1]
+                # The last measurement is for the last resort, where nothing else will do yet.
+                is_last = meter.num_left == 1 and not within and highest not in losses
+                yield from meter.measure([highest if is_last else ratio])
+    # What was not tried is not trusted; but nothing at all could be, of a short document.
+    if not within and highest in losses:
+        raise LossUnreachable(auto.max_loss, highest, losses[highest])
+    return min(within, default=highest)

@@ -36,7 +36,7 @@ ROWS_SHARE = 0.07
 attend to, and the vocabulary's logits, a row costs 1.4 of a build's: so a tenth of its time."""
 _FEW, _MANY = 3, 5
 """Forwards, the one over all rows included: enough to try a ratio on each side, and to bisect."""
-USUAL_SPREAD = 0.6
+USUAL_SPREAD = 1.0
 LEAST_SPREAD = 0.02
 """Standard deviation of a span's loss as a share of the loss, and in nats: what few spans show of
 it themselves is often too little."""

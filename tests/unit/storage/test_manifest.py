@@ -11,6 +11,7 @@ from kvkeep_storage.manifest import SCHEMA_VERSION, Manifest, sha256_hex
 from kvkeep_storage.slab import encode_slab
 
 from ...support.caches import facts_for, random_rows
+from .test_fidelity import MEASURED
 
 
 def _manifest(**rows_like: Any) -> Manifest:
@@ -41,6 +42,22 @@ def test_a_manifest_says_what_was_stored() -> None:
     assert tuple(entry.digests for entry in read.slabs) == slabs
     assert (read.dtype, read.row_bytes, read.ratios) == ("float16", rows.row_bytes, rows.ratios)
     assert read.fidelity is None
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_what_was_measured_is_read_by_those_who_know_of_it_only(quantization: str) -> None:
+    rows = random_rows(quantization=quantization)
+    slabs = tuple(encode_slab(rows, band).digests for band in range(len(rows.ratios)))
+    facts = replace(facts_for(rows), fidelity=MEASURED)
+    made = Manifest.describe(rows, slabs, facts, created_at=1.5)
+    read = Manifest.decode(made.encode())
+    assert read.fidelity == MEASURED
+    assert read.encode() == made.encode()
+    assert read.schema_version == 4
+    content = json.loads(made.encode())
+    content["fidelity"]["nll_full"] = -1.0
+    with pytest.raises(Corrupt):
+        Manifest.decode(json.dumps(content).encode())
 
 
 def test_a_newer_schema_is_incompatible_not_corrupt() -> None:
