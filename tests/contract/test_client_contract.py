@@ -60,7 +60,8 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         system="Be brief.",
         instructions="Read this:",
         protect=[(0, 4)],
-        ratio=0.1,
+        ratio="auto",
+        max_loss=0.1,
         tokens=None,
         policy="kvzip",
         scoring="exact",
@@ -72,6 +73,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
     )
     assert calls.CreateOptions.__annotations__.keys() - _sent(call) == {
         "ratio",
+        "max_loss",
         "tokens",
         "policy",
         "scoring",

@@ -9,6 +9,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Final, Literal
 
+from kvkeep_client.fidelity import Fidelity, read_fidelity
 from kvkeep_client.fields import Fields
 
 
@@ -70,40 +71,6 @@ class Compression:
     stored_bytes: int | None
     tokens: int | None
     max_loss: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RatioFidelity:
-    """What reading a cache at one ratio loses; see ``Fidelity``.
-
-    ``loss_error`` is the standard error of ``nll_kept`` less ``nll_full``.
-    """
-
-    ratio: float
-    nll_kept: float
-    top1_agreement: float
-    loss_error: float
-
-
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """What compression lost, measured on ``tokens`` tokens of the document in ``spans`` pieces.
-
-    ``nll_full`` and ``nll_kept`` are mean losses in nats per token, with the whole cache and with
-    what the context keeps; ``top1_agreement`` is how often both think the same token most likely.
-    """
-
-    spans: int
-    tokens: int
-    nll_full: float
-    nll_kept: float
-    top1_agreement: float
-    ratios: tuple[RatioFidelity, ...]
-
-    @property
-    def loss(self) -> float:
-        """What was lost, in nats per token; below zero by chance where it is little."""
-        return self.nll_kept - self.nll_full
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +209,7 @@ def read_context(fields: Fields) -> ContextInfo:
         queries=fields.integer("queries"),
         error=_read_error(fields.inner_or_none("error")),
         received=fields.values,
-        fidelity=_read_fidelity(fields.inner_or_none("fidelity")),
+        fidelity=read_fidelity(fields.inner_or_none("fidelity")),
     )
 
 
@@ -256,27 +223,6 @@ def _read_error(fields: Fields | None) -> BuildError | None:
     if fields is None:
         return None
     return BuildError(code=fields.text("code"), detail=fields.text("detail"))
-
-
-def _read_fidelity(fields: Fields | None) -> Fidelity | None:
-    if fields is None:
-        return None
-    return Fidelity(
-        spans=fields.integer("spans"),
-        tokens=fields.integer("tokens"),
-        nll_full=fields.number("nll_full"),
-        nll_kept=fields.number("nll_kept"),
-        top1_agreement=fields.number("top1_agreement"),
-        ratios=tuple(
-            RatioFidelity(
-                ratio=item.number("ratio"),
-                nll_kept=item.number("nll_kept"),
-                top1_agreement=item.number("top1_agreement"),
-                loss_error=item.number("loss_error"),
-            )
-            for item in fields.inners("ratios")
-        ),
-    )
 
 
 def _read_compression(fields: Fields) -> Compression:

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Final, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from kvkeep_service.api.strict import Strict, only
 from kvkeep_service.budget import DEFAULT_RATIO, HEAD_RATIO, check_ratio
@@ -11,6 +12,14 @@ from kvkeep_service.ports import NEIGHBOURS_MAX, CompressionSpec, PolicyName, Qu
 
 DEFAULT_MAX_LOSS: Final = 0.05
 """About what the default ratio loses of prose: nats per token."""
+
+
+def _number_or_auto(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Say in one sentence what a union would say once for each of its members."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise PydanticCustomError("ratio", 'needs a finite number or "auto"') from error
 
 
 class Compression(Strict):
@@ -30,7 +39,7 @@ class Compression(Strict):
         only(*get_args(PolicyName)),
     ] = "kvzip"
     """What picks what stays, as docs/policies.md says; "none": all stays; "kvpop" is refused."""
-    ratio: float | Literal["auto"] | None = None
+    ratio: Annotated[float | Literal["auto"] | None, WrapValidator(_number_or_auto)] = None
     """Fraction kept, 0.05 to 1; below 0.15 only with allow_lossy. null: 0.3; 0.6 for kvzip_head."""
     allow_lossy: bool = False
     """Whether a ratio below 0.15, at which answers suffer, is meant."""

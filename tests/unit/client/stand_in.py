@@ -68,7 +68,8 @@ def context_object(number: int, body: JSON) -> JSON:
         "compression": {
             "policy": "kvzip",
             "policy_applied": "kvzip",
-            "ratio": compression.get("ratio") or 0.3,
+            "ratio": _ratio(compression.get("ratio")),
+            "max_loss": compression.get("max_loss"),
             "tokens": compression.get("tokens"),
             "ratio_achieved": None,
             "ratios_available": [0.15, 0.3],
@@ -82,6 +83,10 @@ def context_object(number: int, body: JSON) -> JSON:
         "queries": 0,
         "error": None,
     }
+
+
+def _ratio(asked: object) -> object:
+    return None if asked == "auto" else asked or 0.3
 
 
 def logprobs_object() -> list[JSON]:

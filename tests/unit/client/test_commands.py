@@ -55,6 +55,7 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
         "system": "Be brief.",
         "compression": {
             "ratio": 0.2,
+            "max_loss": None,
             "tokens": None,
             "policy": "kvzip",
             "scoring": "local",
@@ -325,3 +326,11 @@ def test_output_that_nobody_reads_any_more_ends_the_command(
     done = subprocess.run(piped, shell=True, capture_output=True, text=True, check=False)
     assert len(done.stdout) == 1
     assert done.stderr == ""
+
+
+def test_put_takes_a_loss_instead_of_a_ratio(server: StandIn, run: Run, lease: Path) -> None:
+    done = run("put", str(lease), "--ratio", "auto", "--max-loss", "0.1")
+    assert done.exit_code == 0
+    compression = server.seen[0].body["compression"]
+    assert (compression["ratio"], compression["max_loss"]) == ("auto", 0.1)
+    assert run("put", str(lease), "--ratio", "most").exit_code == 2

@@ -92,3 +92,14 @@ def test_a_page_knows_where_the_next_one_starts() -> None:
 def test_a_page_that_does_not_say_whether_it_is_the_last_is_refused() -> None:
     with pytest.raises(UnexpectedResponse, match="has_more: expected true or false"):
         read_page(Fields({"data": [], "last_id": None, "has_more": "no"}, "list"))
+
+
+def test_what_was_lost_is_read_and_worked_out() -> None:
+    shown = context_object(1, {"document": "x", "compression": {"ratio": "auto", "max_loss": 0.1}})
+    at_ratio = {"ratio": 0.3, "nll_kept": 0.55, "top1_agreement": 0.9, "loss_error": 0.01}
+    measured = {"spans": 2, "tokens": 72, "nll_full": 0.5, "nll_kept": 0.55, "top1_agreement": 0.9}
+    info = read_context(Fields.of({**shown, "fidelity": {**measured, "ratios": [at_ratio]}}, "it"))
+    assert (info.compression.ratio, info.compression.max_loss) == (None, 0.1)
+    assert info.fidelity is not None
+    assert info.fidelity.loss == pytest.approx(0.05)
+    assert info.fidelity.ratios[0].loss_error == 0.01

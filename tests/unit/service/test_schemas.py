@@ -26,8 +26,6 @@ def create(**fields: Any) -> ContextCreate:
 
 UNSUPPORTED_COMPRESSION = [
     ("policy", "kvpop"),
-    ("ratio", "auto"),
-    ("max_loss", 0.01),
 ]
 
 
@@ -118,7 +116,6 @@ def test_a_field_refused_inside_is_no_field_of_the_top() -> None:
     ("model", "body", "field", "instead"),
     [
         (ContextCreate, {"messages": []}, "messages", "null"),
-        (ContextCreate, {"compression": {"max_loss": 0.1}}, "compression.max_loss", "null"),
         (
             ContextCreate,
             {"compression": {"policy": "kvpop"}},
@@ -161,6 +158,10 @@ def test_a_value_of_another_kind_is_refused_in_words_of_json(
         ({"expires_after": {"anchor": "created_at", "seconds": 0}}, "expires_after.seconds"),
         ({"expires_after": {"anchor": "tomorrow", "seconds": 1}}, "expires_after.anchor"),
         ({"compression": {"ratio": "0.3"}}, "compression.ratio"),
+        ({"compression": {"ratio": "auto", "max_loss": -0.1}}, "compression.max_loss"),
+        ({"compression": {"ratio": "auto", "max_loss": float("nan")}}, "compression.max_loss"),
+        ({"compression": {"ratio": "auto", "max_loss": float("inf")}}, "compression.max_loss"),
+        ({"compression": {"ratio": "all"}}, "compression.ratio"),
         ({"compression": {"ratio": True}}, "compression.ratio"),
         ({"compression": {"ratio": float("nan")}}, "compression.ratio"),
         ({"compression": None}, "compression"),
@@ -289,6 +290,10 @@ def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) ->
         ({"ratio": 1.001}, "compression.ratio"),
         ({"ratio": 0}, "compression.ratio"),
         ({"policy": "none", "ratio": 0.3}, "compression.ratio"),
+        ({"policy": "none", "ratio": "auto"}, "compression.ratio"),
+        ({"ratio": "auto", "tokens": 100}, "compression.tokens"),
+        ({"ratio": 0.3, "max_loss": 0.1}, "compression.max_loss"),
+        ({"max_loss": 0.1}, "compression.max_loss"),
         ({"policy": "none", "scoring": "exact"}, "compression.scoring"),
         ({"policy": "none", "normalization": "kvzip_plus"}, "compression.normalization"),
         ({"policy": "none", "neighbours": 1}, "compression.neighbours"),
