@@ -96,12 +96,15 @@ class Reading:
             return
         self._is_touched = True
         stop = threading.Event()
-        touching = asyncio.create_task(asyncio.to_thread(touch, self.rows.layers, stop))
+        loop = asyncio.get_running_loop()
+        touching = loop.run_in_executor(None, touch, self.rows.layers, stop)
         try:
             yield
         finally:
             stop.set()
-            await touching
+        # Nothing may be read before it has ended. A load that ends here reads nothing more, and
+        # must not wait for a thread before it gives its lease back.
+        await touching
 
     async def _layout(self, band: int) -> SlabLayout:
         """Check the size of a slab, and its header."""
