@@ -26,7 +26,7 @@ from .workbench import TENANT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1200)]
 
-QUERIES = int(os.environ.get("KEPT_QUERIES", "240"))
+QUERIES = int(os.environ.get("KEPT_QUERIES", "160"))
 AT_ONCE = 12
 RATIOS = (0.1, 0.3, 0.6)
 
