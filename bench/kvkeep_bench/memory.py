@@ -1,5 +1,6 @@
-"""How much memory a step takes at its highest, as Linux counts it for the process."""
+"""How much memory a step takes at its highest, as Linux with glibc counts it for the process."""
 
+import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Peak:
 def peak_of(step: Callable[[], Outcome]) -> tuple[Outcome, Peak]:
     """Run a step; what it returned, and how high the process rose meanwhile."""
     gc.collect()
+    # Else what steps before have freed is still resident, and this one's own seems to need nothing.
+    ctypes.CDLL(None).malloc_trim(0)
     _RESET.write_text("5")
     before = _bytes("VmRSS")
     outcome = step()
