@@ -33,19 +33,15 @@ CONFIGURATIONS = [
         for target in TARGETS
         for width in (64, 128, 256)
     ),
-    *((target, torch.bfloat16, 128, 16, None) for target in TARGETS),
+    *((target, torch.bfloat16, 128, 16, None) for target in ("sm_80", "gfx942")),
     ("sm_80", torch.bfloat16, 96, None, None),
-    *(
-        (target, torch.float32, width, None, None)
-        for target in ("sm_80", "sm_90")
-        for width in (128, 256)
-    ),
+    *(("sm_80", torch.float32, width, None, None) for width in (128, 256)),
     *((target, torch.bfloat16, 128, None, kind) for target in TARGETS for kind in ("int4", "fp8")),
-    *((target, torch.bfloat16, 64, None, "int4") for target in ("sm_80", "gfx942")),
+    ("gfx942", torch.bfloat16, 64, None, "int4"),
     *(("sm_80", torch.bfloat16, width, None, "int4") for width in (96, 256)),
-    *((target, torch.bfloat16, 128, None, "int8") for target in ("sm_90", "gfx942")),
+    ("sm_90", torch.bfloat16, 128, None, "int8"),
     ("sm_80", torch.bfloat16, 256, None, "fp8"),
-    *(("sm_80", torch.float32, 128, None, kind) for kind in ("int4", "fp8")),
+    ("sm_80", torch.float32, 128, None, "int4"),
 ]
 
 
