@@ -22,6 +22,7 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
+from kvkeep_service.job_turns import JobTurns
 from kvkeep_service.known_ratio import ratio_by
 from kvkeep_service.plan import BuildPlan, Planner, candidates, ratios_to_build
 from kvkeep_service.reservations import BuildTooLarge
@@ -52,10 +53,7 @@ from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
 
 _log = structlog.get_logger(__name__)
 
-_BLOCK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
-# Jobs of one tenant that are looked past, before its next one is taken all the same.
-_PASSED_OVER_MAX = 64
 _GIVEN_UP = f"given up after {MAX_ATTEMPTS} attempts"
 _VERSIONS = ("kvkeep", "torch", "transformers", "safetensors")
 
@@ -95,7 +93,7 @@ class Builder:
         self._owner = owner
         # Caches whose documents give another fingerprint here: planned once, then left waiting.
         self._foreign: set[tuple[str, str]] = set()
-        self._served: str | None = None
+        self._turns = JobTurns(stores.jobs, owner)
         self.space = Space(stores.objects)
         self._loop_task: asyncio.Task[None] | None = None
         self.num_running = 0
@@ -113,10 +111,10 @@ class Builder:
     async def _claim_for_ever(self) -> None:
         while True:
             try:
-                job = await self._next_job()
+                job = await self._turns.claim()
                 if job is not None:
                     await self._work(job)
-                    self._served = job.tenant
+                    self._turns.served(job.tenant)
             except StorageError as error:
                 _log.warning("build_queue_trouble", code=error.code)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -124,29 +122,6 @@ class Builder:
             except Exception as error:  # noqa: BLE001
                 _log.error("build_queue_error", where=where(error))
                 await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _next_job(self) -> Job | None:
-        """The next job; while others wait, none of the tenant that was served last.
-
-        The queue is in order of arrival: what is passed over goes back to it.
-        """
-        jobs = self._stores.jobs
-        job = await jobs.claim(self._owner, _BLOCK_SECONDS)
-        if job is None or job.tenant != self._served or not await jobs.others_wait(job.tenant):
-            return job
-        passed_over = [job]
-        try:
-            while len(passed_over) < _PASSED_OVER_MAX:
-                job = await jobs.claim(self._owner, 0)
-                if job is None:
-                    break
-                if job.tenant != self._served:
-                    return job
-                passed_over.append(job)
-            return passed_over.pop(0)
-        finally:
-            for one in passed_over:
-                await jobs.retry_later(one, counted=False)
 
     async def _work(self, job: Job) -> None:
         """Settle one job: done, given back, or its context failed."""
