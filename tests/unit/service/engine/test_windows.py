@@ -35,7 +35,11 @@ def test_sequences_decoded_together_get_what_each_gets_alone(kind: str) -> None:
     assert [one.generated for one in together] == alone
 
 
-@pytest.mark.parametrize("rule", [None, Random(), SnapKV(), Streaming()], ids=str)
+def _name(rule: ScoringPolicy | None) -> str:
+    return rule.name if rule else "the model's own"
+
+
+@pytest.mark.parametrize("rule", [None, Random(), SnapKV(), Streaming()], ids=_name)
 def test_no_policy_touches_a_window(rule: ScoringPolicy | None) -> None:
     model = engine_model(stock_model("ministral"))
     built = run_build(model, random_document(300), rule, (0.3,) if rule else (1.0,))
