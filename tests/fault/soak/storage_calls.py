@@ -63,6 +63,9 @@ class SyntheticWorker:
     async def drop(self, tenant: str, cache_id: str) -> None:
         """Nothing is resident here."""
 
+    async def forget(self, tenant: str, context_id: str) -> None:
+        """Nothing is answered here."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

@@ -146,7 +146,7 @@ async def test_field_09_what_a_store_full_of_faults_answers_is_right_or_an_error
     stores.objects = Objects.open(f"file://{tmp_path}", faults=faults)
     built = False
     right = refused = 0
-    for _ in range(60):
+    for _ in range(120):
         try:
             if not built:
                 await stores.build(rows, facts)
@@ -158,5 +158,5 @@ async def test_field_09_what_a_store_full_of_faults_answers_is_right_or_an_error
             assert_equal_rows(loaded.rows, rows)
             right += 1
     # Both happened, or the rates say nothing about either.
-    assert right > 10
-    assert refused > 10
+    assert right > 5
+    assert refused > 5

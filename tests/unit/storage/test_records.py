@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep_storage.errors import Invalid, RecordCorrupt
+from kvkeep_storage.fidelity import Fidelity, RatioFidelity
 from kvkeep_storage.records import (
     STATUSES,
     UNFINISHED,
@@ -195,6 +196,9 @@ def test_every_field_of_a_record_survives_when_all_are_set() -> None:
         error_detail="d",
         refresh_requested_at=7.0,
         tokens_asked=900,
+        max_loss=0.05,
+        ratio_from=0.15,
+        fidelity=Fidelity(1, 36, 0.3, (RatioFidelity(0.3, 0.4, 0.9, 0.01),)),
     )
     assert set(record.to_hash()) == {field.name for field in fields(ContextRecord)}
     assert ContextRecord.from_hash(record.to_hash()) == record
