@@ -4,7 +4,7 @@ import time
 
 import torch
 
-SHARE = 0.4
+SHARE = 0.3
 """Of the time that a round of answers took, what builds get before the next one."""
 
 
