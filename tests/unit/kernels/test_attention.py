@@ -141,10 +141,11 @@ def test_a_truncated_context_never_reads_the_rows_behind_its_length() -> None:
     assert torch.isfinite(out).all()
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_bf16_error_is_at_most_twice_that_of_stock_attention(head_dim: int) -> None:
-    torch.manual_seed(5)
-    context = ragged([600], head_dim, seed=5, dtype=torch.bfloat16)
+def test_bf16_error_is_at_most_twice_that_of_stock_attention(head_dim: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    context = ragged([600], head_dim, seed=seed, dtype=torch.bfloat16)
     tail = dense(1, 9, head_dim, torch.bfloat16)
     q = torch.randn(1, 4, head_dim, dtype=torch.bfloat16)
     k, v = torch.cat([context.k, tail.k[0]]), torch.cat([context.v, tail.v[0]])
@@ -154,8 +155,8 @@ def test_bf16_error_is_at_most_twice_that_of_stock_attention(head_dim: int) -> N
         q.transpose(0, 1), k.expand(4, -1, -1), v.expand(4, -1, -1), scale=scale
     )[:, 0]
     ours = ragged_decode(q, context, [tail], scale=scale)[0]
-    stock_error = (stock.double() - exact).abs().max()
-    assert (ours.double() - exact).abs().max() <= 2 * stock_error
+    stock_error = (stock.double() - exact).norm()
+    assert (ours.double() - exact).norm() <= 2 * stock_error
 
 
 def test_a_value_that_does_not_fit_is_refused_by_name() -> None:
