@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -123,10 +124,26 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     ``announce`` is called once with the URL when requests are answered.
     Raises: StartRefused, and the storage errors of ``open_stores``.
     """
+    serving = asyncio.create_task(_serve(settings, announce))
+    # Until uvicorn has handlers of its own: a Valkey that was started must be stopped.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+
+
+async def _serve(settings: Settings, announce: Callable[[str], None]) -> None:
+    loop = asyncio.get_running_loop()
     with _bound_socket(settings) as listener:
         async with open_stores(settings) as stores:
-            loaded = await asyncio.to_thread(load_configured_model, settings)
+            # A thread of its own: the loop would wait for one of its own, for minutes perhaps.
+            own = ThreadPoolExecutor(1)
+            loaded = await loop.run_in_executor(own, load_configured_model, settings)
             async with running_application(settings, loaded, stores) as (app, worker):
+                loop.remove_signal_handler(signal.SIGTERM)
                 await _serve_http(app, worker, listener, announce)
 
 

@@ -196,6 +196,18 @@ def refusals(
         return dict(zip(attempts, threads.map(attempt, attempts.values()), strict=True))
 
 
+def test_sigterm_while_the_model_loads_ends_the_valkey_too(tmp_path: Path) -> None:
+    server = Server(tmp_path / "data")
+    environment = server_environment(data=server.data, port=0)
+    with (tmp_path / "log").open("w") as log:
+        process = start_command("serve", environment=environment, stderr=log)
+    with process:
+        eventually(server.valkey_answers)
+        process.terminate()
+        assert process.wait(START_SECONDS) == 0, (tmp_path / "log").read_text()
+    assert not server.valkey_answers()
+
+
 def test_a_second_server_on_one_data_directory_is_refused_and_says_why(
     server: Server, refusals: Mapping[str, Refusal]
 ) -> None:

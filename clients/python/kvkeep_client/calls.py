@@ -211,6 +211,8 @@ def query(
 
 def query_many(context_id: str, questions: Sequence[str], **options: Unpack[QueryOptions]) -> Call:
     """Ask several questions at once; answered as a list."""
+    if isinstance(questions, str):
+        raise TypeError("questions must be a list of texts, not one text: query asks one question")
     body: dict[str, object] = {"questions": list(questions), **options}
     return _with_body("POST", _path(context_id, "/query"), body)
 

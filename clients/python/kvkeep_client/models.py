@@ -57,7 +57,8 @@ class Compression:
 
     ``tokens`` were asked for instead of a ratio, and ``ratio`` is what they came to; or None.
     With ``max_loss``, in nats per token, the ratio is found by the build, and None until then.
-    ``ratio_achieved`` and ``stored_bytes`` are None until the cache is built.
+    ``ratio_achieved`` and ``stored_bytes`` are None until the cache is built; they are those of the
+    stored cache, which may be shared with a context that asked for more than ``ratio``.
     """
 
     policy: str

@@ -56,9 +56,8 @@ def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
 
 
 def _kept(info: ContextInfo) -> str:
-    achieved, asked = info.compression.ratio_achieved, info.compression.ratio
-    known = asked if achieved is None else achieved
-    return "auto" if known is None else f"{known:.0%}"
+    ratio = info.compression.ratio
+    return "auto" if ratio is None else f"{ratio:.0%}"
 
 
 def _bytes(count: int) -> str:

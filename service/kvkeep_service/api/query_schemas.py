@@ -116,6 +116,8 @@ class Query(Body):
         given = [name for name in forms if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidRequest(given[1], f"cannot be sent together with {given[0]}")
+        if not given:
+            raise InvalidRequest("question", "is missing: send it, or questions or messages")
         self._check_ratios()
         self._check_session()
         if self.top_logprobs and not self.logprobs:
