@@ -7,7 +7,7 @@ from kvkeep_service.engine.conversation import with_system
 from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.sampling import SamplingOptions
-from kvkeep_service.errors import QuestionTooLong
+from kvkeep_service.errors import QuestionTooLong, SessionGone
 from kvkeep_service.ports import QueryRequest, Turn
 from kvkeep_service.residency import Pinned
 from kvkeep_service.running import RunningQuery
@@ -69,6 +69,10 @@ class Asking:
                 for request, ids in zip(self._requests, self._ids, strict=True)
             ]
         )
+
+    def gone(self) -> SessionGone | None:
+        """What to tell when the rows of earlier turns are there no more; None for a first turn."""
+        return None if self._earlier is None else self._sessions.replaced(self._session)
 
     async def keep(self, query: RunningQuery, pinned: Pinned) -> None:
         """Keep what continues an answer that is finished. Modifies: the sessions."""

@@ -44,7 +44,7 @@ class Recovery:
             await self.take_out(tenant, cache_id, error)
         else:
             # Nothing is damaged: the record is lost, or the store was over its cap.
-            for waiting_id in await self._without_cache(tenant, context_id):
+            for waiting_id in await self._without_cache(tenant, cache_id, context_id):
                 await self._stores.jobs.enqueue(tenant, waiting_id)
         return await self._told(tenant, context_id)
 
@@ -86,10 +86,15 @@ class Recovery:
             )
         return ContextNotReady(context_id, "rebuilding")
 
-    async def _without_cache(self, tenant: str, context_id: str) -> list[str]:
+    async def _without_cache(self, tenant: str, cache_id: str, context_id: str) -> list[str]:
         """A ready context whose cache no record knows is built again."""
         record = await self._stores.metadata.context(tenant, context_id)
         if record is None or record.status != "ready":
+            return []
+        committed = await self._stores.metadata.cache(tenant, cache_id)
+        if committed is not None and record.ratio in committed.ratios:
+            # Replaced meanwhile by one that is not cut at the ratio of who asked: that one is
+            # to ask again, and nobody else has lost anything.
             return []
         _log.warning("cache_record_missing", context=context_id)
         # Deleted, or taken care of by another query, in this very moment.

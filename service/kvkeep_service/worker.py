@@ -182,7 +182,9 @@ class LocalWorker:
             told = await self._recovery.recover(
                 request.tenant, request.cache_id, request.context_id, error
             )
-            raise told from error
+            # A generation that is not there, or not at that ratio, never comes back.
+            gone = asking.gone() if isinstance(error, NotFound) else None
+            raise gone or told from error
         except Incompatible as error:
             # A newer schema is no other model.
             if not hasattr(self._planner.identity, error.field):

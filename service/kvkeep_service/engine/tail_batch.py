@@ -98,12 +98,19 @@ class TailBatch:
 
     def _remove(self, place: int) -> None:
         last = len(self._tails) - 1
+        rows = self._num_copied[last]
         if place != last:
-            rows = self._num_copied[last]
             self._kv[:, :, place, :, :rows] = self._kv[:, :, last, :, :rows]
+            self._clear_rows(place, rows, self._num_copied[place])
             self._tails[place], self._num_copied[place] = self._tails[last], rows
+        self._clear_rows(last, 0, rows)
         self._tails.pop()
         self._num_copied.pop()
+
+    def _clear_rows(self, place: int, first: int, copied: int) -> None:
+        """Whoever comes after a tail masks its rows, which may hold what is not finite."""
+        # A step that failed may have written one row more.
+        self._kv[:, :, place, :, first : copied + 1] = 0
 
     def _make_room(self) -> None:
         tokens = max(tail.tokens for tail in self._tails) + 1

@@ -14,7 +14,9 @@ from kvkeep_service.errors import (
     ContextFailed,
     ContextModelMismatch,
     ContextNotReady,
+    SessionGone,
 )
+from kvkeep_service.ports import CompressionSpec
 from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import Incompatible, ObjectsUnavailable
 from kvkeep_storage.manifest import SCHEMA_VERSION
@@ -22,7 +24,7 @@ from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.sweeper import Sweeper
 
 from ...support.registering import breaking
-from .serving import IDLE, Service, serving
+from .serving import IDLE, Service, named, serving
 from .tiny import LONG
 from .workbench import TENANT
 
@@ -100,6 +102,29 @@ async def test_a_cache_whose_record_is_lost_is_built_again(forgetful: Service) -
     with pytest.raises(ContextNotReady):
         await forgetful.answer(request)
     assert (await forgetful.jobs.next_end()).how == "settled"
+    assert await forgetful.ids(request) == before
+
+
+async def test_a_session_at_a_ratio_that_a_rebuild_has_not_is_gone_and_harms_nobody_else(
+    forgetful: Service,
+) -> None:
+    low = await forgetful.ready(LONG, CompressionSpec(ratio=0.27))
+    request = await forgetful.ready(LONG, CompressionSpec(ratio=0.55))
+    await forgetful.answer(named(request, 1, ratio=0.27))
+    await forgetful.registry.delete(TENANT, low.context_id)
+    link = forgetful.stores.metadata.link
+    await link.command("DEL", TenantKeys(TENANT).cache(request.cache_id))
+    with pytest.raises(ContextNotReady):
+        await forgetful.answer(request)
+    assert (await forgetful.jobs.next_end()).how == "settled"
+    before = await forgetful.ids(request)
+    with pytest.raises(SessionGone) as told:
+        await forgetful.answer(named(request, 2, session="ans_1"))
+    assert told.value.facts["reason"] == "cache_replaced"
+    # So goes who was let in with that ratio just before the rebuild.
+    with pytest.raises(ContextNotReady):
+        await forgetful.answer(replace(request, ratio=0.27))
+    assert await forgetful.status(request) == "ready"
     assert await forgetful.ids(request) == before
 
 

@@ -142,3 +142,27 @@ def test_tails_of_very_unlike_lengths_are_not_padded(plain: LanguageModel) -> No
     assert is_worthwhile(tails(10, 30, 12))
     assert not is_worthwhile(tails(10))
     assert not is_worthwhile(tails(5, 5, 5, 5, 5, 400))
+
+
+@pytest.mark.parametrize("goes_last", [False, True], ids=["another-stays", "it-was-last"])
+def test_what_is_not_finite_leaves_nothing_to_who_takes_its_place(
+    plain: LanguageModel, goes_last: bool
+) -> None:
+    def tail(tokens: int, fill: float) -> Tail:
+        one = Tail(plain.shape, dtype=torch.float32, device=plain.device)
+        one.reserve(tokens)
+        shape = plain.shape
+        rows = torch.full((shape.num_kv_heads, tokens, shape.head_dim), fill)
+        for layer in range(shape.num_layers):
+            one.write(layer, rows, rows)
+        one.extend(tokens)
+        return one
+
+    poisoned, stays, comes = tail(9, torch.nan), tail(5, 1.0), tail(2, 2.0)
+    batch = TailBatch(plain.shape, dtype=torch.float32)
+    batch.arrange([stays, poisoned] if goes_last else [poisoned, stays])
+    batch.arrange([stays, comes, tail(12, 3.0)])
+    row = torch.zeros(3, plain.shape.num_kv_heads, plain.shape.head_dim)
+    found = batch.write(0, row, row)
+    assert torch.isfinite(found.k).all()
+    assert torch.isfinite(found.v).all()
