@@ -64,8 +64,7 @@ class CompressionView(View):
     tokens: int | None
     """Tokens to keep per head on average that were asked for. null: a ratio was."""
     ratio_achieved: float | None
-    """Fraction that the stored cache keeps, 0 to 1: above `ratio` when the cache is shared with a
-    context that asked for more. null: not built yet."""
+    """Fraction kept in the stored cache, which others may share at more. null: not built yet."""
     ratios_available: list[float]
     """The ratios that a query may name; empty until it is built."""
     scoring: str
@@ -75,7 +74,7 @@ class CompressionView(View):
     full_bytes: int
     """Size of the KV cache uncompressed, in bytes; of layers with a sliding window, the window."""
     stored_bytes: int | None
-    """Size of the cache as stored, in bytes, with whom it is shared. null: not built yet."""
+    """Size of the cache as stored, in bytes, others' rows included. null: not built yet."""
 
 
 class RatioFidelityView(View):
