@@ -89,6 +89,7 @@ class Leases:
         self._link = metadata.link
         self._ttl_seconds = ttl_seconds
         self._renew_seconds = renew_seconds
+        self._living: set[asyncio.Task[None]] = set()
 
     async def acquire_build(
         self, tenant: str, cache_id: str, owner: str, ttl: float | None = None
@@ -134,16 +135,19 @@ class Leases:
         """
         key = TenantKeys(tenant).read_leases(cache_id)
         reader = secrets.token_hex(8)
-        await self._hold(key, reader)
-        renewing = asyncio.create_task(self._keep_holding(key, reader))
+        over = asyncio.Event()
+        # Neither task is cancelled with the reader: a command that is cancelled on its way may
+        # still be carried out, and after the one that gives the lease back.
+        taking = asyncio.create_task(self._hold(key, reader))
+        living = asyncio.create_task(self._live(key, reader, taking, over))
+        self._living.add(living)
+        living.add_done_callback(self._living.discard)
         try:
+            await asyncio.shield(taking)
             yield
         finally:
-            renewing.cancel()
-            await asyncio.wait([renewing])
-            # What was read is read; a lease that cannot be given back runs out by itself.
-            with suppress(MetadataUnavailable):
-                await self._link.command("ZREM", key, reader)
+            over.set()
+            await asyncio.wait([living])
 
     async def readers(self, tenant: str, cache_id: str) -> int:
         """How many read leases of a cache have not run out."""
@@ -161,11 +165,22 @@ class Leases:
     async def _hold(self, key: str, reader: str) -> None:
         await self._link.run(_HOLD_READ, [key], [reader, _ms(self._ttl_seconds)])
 
-    async def _keep_holding(self, key: str, reader: str) -> None:
-        while True:
-            await asyncio.sleep(self._renew_seconds)
-            with suppress(MetadataUnavailable):
-                await self._hold(key, reader)
+    async def _live(
+        self, key: str, reader: str, taking: asyncio.Task[None], over: asyncio.Event
+    ) -> None:
+        await asyncio.wait([taking])
+        if taking.exception() is not None:
+            return
+        while not over.is_set():
+            try:
+                async with asyncio.timeout(self._renew_seconds):
+                    await over.wait()
+            except TimeoutError:
+                with suppress(MetadataUnavailable):
+                    await self._hold(key, reader)
+        # What was read is read; a lease that cannot be given back runs out by itself.
+        with suppress(MetadataUnavailable):
+            await self._link.command("ZREM", key, reader)
 
 
 def _ms(seconds: float) -> int:

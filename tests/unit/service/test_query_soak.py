@@ -61,7 +61,6 @@ async def some_contexts(service: Service) -> list[QueryRequest]:
     ]
 
 
-@pytest.mark.skipif("KEPT_QUERIES" not in os.environ, reason="leases outlast loads: to be mended")
 async def test_nothing_is_held_after_many_mixed_queries_half_of_them_cancelled(
     stores: Stores, tiny: LoadedModel
 ) -> None:

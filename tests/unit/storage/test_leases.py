@@ -159,6 +159,29 @@ async def test_a_cancelled_reader_leaves_no_lease_and_no_task(metadata: Metadata
     assert asyncio.all_tasks() == before
 
 
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_reader_cancelled_while_it_takes_or_gives_back_leaves_no_lease(
+    metadata: Metadata, times: int
+) -> None:
+    leases = Leases(metadata, ttl_seconds=60, renew_seconds=0.001)
+
+    async def read() -> None:
+        async with leases.read_lease(TENANT, CACHE):
+            await asyncio.sleep(0)
+
+    # After so many turns of the loop: as it sends, waits for the reply, renews, gives back.
+    for turns in range(60):
+        reader = asyncio.create_task(read())
+        for _ in range(times):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            reader.cancel()
+        await asyncio.wait([reader])
+    async with asyncio.timeout(30):
+        while await leases.readers(TENANT, CACHE):  # noqa: ASYNC110  # nothing tells
+            await asyncio.sleep(0.01)
+
+
 async def test_a_read_lease_is_renewed_while_it_is_held(metadata: Metadata, redis: Redis) -> None:
     leases = Leases(metadata, ttl_seconds=60, renew_seconds=0.01)
     async with leases.read_lease(TENANT, CACHE):
