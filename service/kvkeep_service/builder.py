@@ -20,11 +20,12 @@ from kvkeep_service.engine.checking import LossUnreachable
 from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
-from kvkeep_service.errors import HeadScoresMissing, ServiceError, WorkerUnavailable
+from kvkeep_service.errors import Unsuitable, WorkerUnavailable
 from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.job_turns import JobTurns
 from kvkeep_service.known_ratio import ratio_by
 from kvkeep_service.plan import BuildPlan, Planner, candidates, ratios_to_build
+from kvkeep_service.promises import BuildFailed, Postponed, Promises
 from kvkeep_service.reservations import BuildTooLarge
 from kvkeep_service.residency import Residency
 from kvkeep_service.rows import to_store
@@ -32,21 +33,17 @@ from kvkeep_service.shelf import CacheKey
 from kvkeep_service.space import Space
 from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
-from kvkeep_storage.binding import require_bound
 from kvkeep_storage.commit import commit, new_generation
-from kvkeep_storage.documents import get_document, mirror_context
+from kvkeep_storage.documents import mirror_context
 from kvkeep_storage.errors import (
-    Corrupt,
     Full,
     LeaseLost,
     MetadataUnavailable,
-    NotFound,
     StorageError,
     StoreMismatch,
-    Unavailable,
     Unreferenced,
 )
-from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
+from kvkeep_storage.jobs import MAX_ATTEMPTS, REFUSED_SECONDS, Job
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.manifest import ManifestFacts
 from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
@@ -55,20 +52,8 @@ _log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
 _GIVEN_UP = f"given up after {MAX_ATTEMPTS} attempts"
+_REFUSED = f"for {REFUSED_SECONDS / 60:.0f} minutes no running server could build it"
 _VERSIONS = ("kvkeep", "torch", "transformers", "safetensors")
-
-
-class BuildFailed(Exception):
-    """The context cannot be built, now or later: ``code`` and ``detail`` are for its record."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
-
-
-class Postponed(Exception):
-    """The build cannot be tried now. That is nobody's fault, and no attempt."""
 
 
 class Builder:
@@ -86,13 +71,11 @@ class Builder:
     ) -> None:
         """``owner`` names this process in leases and in the queue; unique per process."""
         self._stores = stores
-        self._planner = planner
+        self._promises = Promises(stores, planner)
         self._model = model
         self._scheduler = scheduler
         self._residency = residency
         self._owner = owner
-        # Caches whose documents give another fingerprint here: planned once, then left waiting.
-        self._foreign: set[tuple[str, str]] = set()
         self._turns = JobTurns(stores.jobs, owner)
         self.space = Space(stores.objects)
         self._loop_task: asyncio.Task[None] | None = None
@@ -131,6 +114,12 @@ class Builder:
             await self._attempt(job)
         except BuildFailed as error:
             await self._fail(job, error.code, error.detail)
+        except Unsuitable as error:
+            # It waits for a server like the one it was registered at; this one never will be.
+            if not await jobs.refuse(job):
+                await jobs.retry_later(job, counted=False)
+                return
+            await self._fail(job, error.code, f"{_REFUSED}; {error.detail}")
         except (ContextDeleted, Unreferenced):
             _log.info("build_unwanted", context=job.context_id)
         except asyncio.CancelledError:
@@ -182,13 +171,13 @@ class Builder:
         record = await metadata.context(job.tenant, job.context_id)
         if record is None or not record.awaits_build:
             return
-        if record.model != self._planner.identity.model:
-            raise Postponed
+        self._promises.check_model(record)
         await self._find_ratio(job, record)
         if await metadata.attach(job.tenant, job.context_id, time.time()) is not None:
             await self._mirror(job)
             return
-        if (job.tenant, record.cache_id) in self._foreign or not await self.space.is_there():
+        self._promises.check_known(record)
+        if not await self.space.is_there():
             raise Postponed
         lease = await leases.acquire_build(job.tenant, record.cache_id, self._owner)
         if lease is None:
@@ -215,7 +204,7 @@ class Builder:
         metadata = stores.metadata
         key = CacheKey(job.tenant, record.cache_id)
         async with Heartbeat(stores, job, lease).beating() as report:
-            plan = await self._plan(job, record)
+            plan = await self._promises.plan(record)
             if record.status != "ready":
                 is_rebuild = record.status == "rebuilding"
                 await metadata.set_building(job.tenant, job.context_id, rebuilding=is_rebuild)
@@ -255,43 +244,6 @@ class Builder:
         if await metadata.cache(*key) is None:
             # Deleted since the commit, by somebody who found nothing to drop yet.
             self._residency.drop(key)
-
-    async def _plan(self, job: Job, record: ContextRecord) -> BuildPlan:
-        """Read the document again; the fingerprint must be the one that was promised."""
-        try:
-            body = await get_document(self._stores.objects, DocumentKey(job.tenant, job.context_id))
-        except Unavailable as error:
-            # Nothing was tried yet: an outage must not use up the attempts of all that wait.
-            _log.warning("build_postponed", context=job.context_id, code=error.code)
-            raise Postponed from error
-        except NotFound as error:
-            if await self._stores.metadata.context(job.tenant, job.context_id) is None:
-                raise ContextDeleted from error
-            # A lost or wrongly mounted data directory is trouble, not proof.
-            await require_bound(self._stores.objects, self._stores.metadata)
-            raise BuildFailed("document_corrupt", "the stored document is missing") from error
-        except Corrupt as error:
-            raise BuildFailed("document_corrupt", "the stored document is damaged") from error
-        try:
-            plan = await asyncio.to_thread(
-                self._planner.plan_stored,
-                job.tenant,
-                body,
-            )
-        except HeadScoresMissing as error:
-            self._wait_for_another(job, record)
-            raise Postponed from error
-        except ServiceError as error:
-            raise BuildFailed(error.code, error.detail) from error
-        if plan.fingerprint.digest != record.cache_id:
-            self._wait_for_another(job, record)
-            raise Postponed
-        return plan
-
-    def _wait_for_another(self, job: Job, record: ContextRecord) -> None:
-        """It waits for a server like the one it was registered at; this one never will be."""
-        _log.warning("build_of_another_identity", context=job.context_id)
-        self._foreign.add((job.tenant, record.cache_id))
 
     @asynccontextmanager
     async def _room(self, plan: BuildPlan) -> AsyncIterator[None]:

@@ -23,6 +23,7 @@
     │   ├── ContextFailed
     │   ├── ContextModelMismatch
     │   ├── HeadScoresMissing
+    │   ├── BuildMismatch
     │   └── IdempotencyInFlight
     └── Busy                     try again later
         ├── RecordsForeign
@@ -31,7 +32,8 @@
         ├── MemoryShort
         └── WorkerUnavailable
 
-An asterisk: in ``api/refusals.py``. Statuses and titles are in ``api/errors.py``. No message
+An asterisk: in ``api/refusals.py``. What computing an answer fails with, which is of no such kind,
+is in ``answer_failures.py``. Statuses and titles are in ``api/errors.py``. No message
 carries text of a document, a question or an answer.
 """
 
@@ -255,6 +257,17 @@ class HeadScoresMissing(Unsuitable):
             'policy "kvzip_head" needs head scores of the served model: run'
             " kvkeep-server calibrate FILE with a text like your documents, and restart the server"
         )
+
+
+class BuildMismatch(Unsuitable):
+    """This server can never build what was registered: it would come out as another cache."""
+
+    code = "build_mismatch"
+
+    def __init__(self, reason: str, other_builders: int | None = None) -> None:
+        """Say what differs, and how many other servers take builds, where that is known."""
+        known = {} if other_builders is None else {"other_builders": other_builders}
+        super().__init__(reason, **known)
 
 
 class IdempotencyInFlight(Unsuitable):

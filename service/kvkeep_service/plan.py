@@ -15,7 +15,7 @@ from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.budget import LOSSY_BELOW, RATIO_MIN, ratio_of_tokens
 from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
 from kvkeep_service.engine.model import LoadedModel
-from kvkeep_service.errors import DocumentTooLong, InvalidRequest
+from kvkeep_service.errors import BuildMismatch, DocumentTooLong, InvalidRequest
 from kvkeep_service.policies.choose import PolicyChoice
 from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.policies.kvzip import RepeatPrompts
@@ -132,7 +132,7 @@ class Planner:
     def plan_stored(self, tenant: str, body: DocumentBody) -> BuildPlan:
         """Plan a registered document again, under the prefix it was registered with.
 
-        Raises: as ``plan``.
+        Raises: as ``plan``; BuildMismatch, for options that this version does not know.
         """
         spans = tuple(Span(start, end) for start, end in body.protect)
         document = DocumentSpec(body.text, body.system, body.instructions, spans)
@@ -232,7 +232,7 @@ def _stored_policy(name: str) -> PolicyName:
     for policy in known:
         if policy == name:
             return policy
-    raise InvalidRequest("compression.policy", f"{name!r} is not known here")
+    raise _unknown("compression.policy", name)
 
 
 def _stored_normalization(name: str) -> Normalization:
@@ -240,7 +240,7 @@ def _stored_normalization(name: str) -> Normalization:
         case "none" | "kvzip_plus" as known:
             return known
         case unknown:
-            raise InvalidRequest("compression.normalization", f"{unknown!r} is not known here")
+            raise _unknown("compression.normalization", unknown)
 
 
 def _stored_quantization(name: str) -> Quantization:
@@ -248,7 +248,11 @@ def _stored_quantization(name: str) -> Quantization:
         case "none" | "int8" | "int4" | "fp8" as known:
             return known
         case unknown:
-            raise InvalidRequest("compression.quantization", f"{unknown!r} is not known here")
+            raise _unknown("compression.quantization", unknown)
+
+
+def _unknown(field: str, name: str) -> BuildMismatch:
+    return BuildMismatch(f"it was registered with {field} {name!r}, unknown to this version")
 
 
 def _protected(document: DocumentSpec, offsets: Sequence[tuple[int, int]]) -> Tensor:

@@ -288,6 +288,14 @@ class Worker(Protocol):
         """
         ...
 
+    async def planned(self, tenant: str, context_id: str) -> Fingerprint:
+        """What building a registered document here would make, off the event loop.
+
+        Raises: as ``prepare``; HeadScoresMissing; BuildMismatch, for what this version lacks; and
+        storage errors when the document cannot be read.
+        """
+        ...
+
     def query(self, *requests: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
         """Answer questions: of each one token events, then exactly one answer event.
 
@@ -295,10 +303,10 @@ class Worker(Protocol):
         What is wrong with one of them refuses all before any is read; what fails later ends
         all. Closing the iterator (``aclose``) stops the generation within one token.
         Raises: QuestionTooLong, Overloaded, TemplateChangesPrefix, SessionGone, InvalidRequest
-        (turns that cannot be rendered after a document), and storage errors
-        when the cache cannot be loaded. After a corrupt load the context has already
-        been set to ``rebuilding``, and ContextNotReady is raised; or, where corrupt caches are
-        not rebuilt, to ``failed``, and ContextFailed is.
+        (turns that cannot be rendered after a document), LogitsNotFinite, AnswerFailed (whatever
+        else computing it ended with), and storage errors when the cache cannot be loaded. After a
+        corrupt load the context has already been set to ``rebuilding``, and ContextNotReady is
+        raised; or, where corrupt caches are not rebuilt, to ``failed``, and ContextFailed is.
         """
         ...
 

@@ -7,15 +7,19 @@ from contextlib import aclosing, suppress
 
 import structlog
 
+from kvkeep_service.answer_failures import AnswerFailed, LogitsNotFinite
 from kvkeep_service.asking import Asking
 from kvkeep_service.bringing import ASIDE_MAX, Brought, Receiver
 from kvkeep_service.builder import Builder
+from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import (
     ContextModelMismatch,
-    HeadScoresMissing,
+    MemoryShort,
     Overloaded,
+    ServiceError,
+    Unsuitable,
 )
 from kvkeep_service.host_tier import HostTier
 from kvkeep_service.loading import bring
@@ -43,6 +47,7 @@ from kvkeep_service.stores import Stores
 from kvkeep_service.telemetry import where
 from kvkeep_storage.documents import get_document
 from kvkeep_storage.errors import Corrupt, Incompatible, NotFound, StorageError
+from kvkeep_storage.fingerprint import Fingerprint
 from kvkeep_storage.keys import DocumentKey
 
 _log = structlog.get_logger(__name__)
@@ -145,14 +150,19 @@ class LocalWorker:
             candidates=plan.candidates,
         )
 
+    async def planned(self, tenant: str, context_id: str) -> Fingerprint:
+        """As ``ports.Worker.planned``."""
+        body = await get_document(self._stores.objects, DocumentKey(tenant, context_id))
+        return (await asyncio.to_thread(self._planner.plan_stored, tenant, body)).fingerprint
+
     async def query(self, *requests: QueryRequest) -> AsyncGenerator[TokenEvent | AnswerEvent]:
         """As ``ports.Worker.query``."""
         started = time.perf_counter()
         asking = Asking(self._loaded, self._sessions, requests)
-        await asking.read()
         request = requests[0]
         key = CacheKey(request.tenant, request.cache_id)
         try:
+            await asking.read()
             async with self._residency.pinned(key, asking.ratio, asking.min_ratio) as pinned:
                 document_ids = await self._document_ids(request)
                 sequences = await asking.sequences(pinned)
@@ -194,6 +204,19 @@ class LocalWorker:
                 for value in (error.found, error.expected)
             )
             raise ContextModelMismatch(request.context_id, found, here) from error
+        except (ServiceError, StorageError):
+            raise
+        # Whatever it was, who asked is told in words of the contract.
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> ServiceError:
+        if isinstance(error, FloatingPointError):
+            return LogitsNotFinite(self.model.dtype)
+        if is_out_of_memory(error):
+            self._residency.give_up_idle()
+            return MemoryShort("there was no memory for this answer")
+        return AnswerFailed(error)
 
     async def prefetch(self, tenant: str, cache_id: str, ratio: float) -> None:
         """As ``ports.Worker.prefetch``."""
@@ -301,8 +324,8 @@ class LocalWorker:
             return None
         try:
             plan = await asyncio.to_thread(self._planner.plan_stored, request.tenant, body)
-        except HeadScoresMissing:
-            # Those it was built with are elsewhere: its identity cannot be told here.
+        except Unsuitable:
+            # What it was built with is elsewhere: its identity cannot be told here.
             return None
         if plan.fingerprint.digest != request.cache_id:
             return None

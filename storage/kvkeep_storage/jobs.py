@@ -16,13 +16,15 @@ from typing import Final
 from kvkeep_storage import queue_scripts as scripts
 from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt, StorageError
 from kvkeep_storage.metadata import Metadata
-from kvkeep_storage.redis_keys import BUILDS
+from kvkeep_storage.redis_keys import BUILDS, refusals
 from kvkeep_storage.redis_link import Word, texts
 
 MAX_ATTEMPTS: Final = 3
 LEASE_TTL_SECONDS: Final = 10.0
 HEARTBEAT_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = 1.0
+REFUSED_SECONDS: Final = 3600.0
+"""How long a job waits, once no builder can do it, for one that can."""
 
 _GROUP: Final = "builders"
 # Owns entries that wait to be claimed again.
@@ -31,6 +33,7 @@ _POLL_SECONDS: Final = 1.0
 # A consumer without entries that was not heard of for this many lease times is forgotten.
 _FORGET_CONSUMER_TTLS: Final = 60
 _QUEUED_AT_ONCE: Final = 500
+_KEEP_REFUSALS_SECONDS: Final = round(2 * REFUSED_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Jobs:
         ttl_seconds: float = LEASE_TTL_SECONDS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
+        refused_seconds: float = REFUSED_SECONDS,
     ) -> None:
         """Every process on one queue must use the same ``ttl_seconds``."""
         if not 0 < heartbeat_seconds < ttl_seconds:
@@ -67,6 +71,7 @@ class Jobs:
         self._link = metadata.link
         self._ttl_ms = round(ttl_seconds * 1000)
         self._retry_ms = round(retry_seconds * 1000)
+        self._refused_seconds = refused_seconds
         self._poll_seconds = min(_POLL_SECONDS, ttl_seconds, self._link.timeout_seconds / 2)
         # Handed out here and not settled. Whatever else an owner has got lost on the way to it,
         # which can be told only while no other call of its own is under way.
@@ -129,6 +134,21 @@ class Jobs:
         """
         attempts = job.attempts if counted else job.attempts - 1
         return await self._release(job, attempts, max(0, self._ttl_ms - self._retry_ms))
+
+    async def refuse(self, job: Job) -> bool:
+        """Say that its owner can never do this job; it stays the owner's, to be settled.
+
+        True when nobody has been able to for ``refused_seconds``: every builder that was heard of
+        within ``ttl_seconds``, this one included, has refused it, and no other came meanwhile.
+        """
+        words: list[Word] = [_GROUP, _NOBODY, self._ttl_ms, job.owner, _KEEP_REFUSALS_SECONDS]
+        waited = await self._link.run(scripts.REFUSE, [BUILDS, refusals(job.id)], words)
+        return isinstance(waited, int) and waited >= self._refused_seconds
+
+    async def num_builders(self) -> int:
+        """How many owners take jobs now: those heard of within ``ttl_seconds``."""
+        found = await self._link.run(scripts.BUILDERS, [BUILDS], [_GROUP, _NOBODY, self._ttl_ms])
+        return found if isinstance(found, int) else 0
 
     async def void_owners(self) -> int:
         """Let every claimed job be claimed at once, its attempts kept; how many there were.

@@ -134,6 +134,46 @@ return left
 """
 )
 
+# Answers the names of all consumers but ``nobody`` that were heard of within ttl_ms.
+_BUILDERS: Final = (
+    _GROUP
+    + """
+local function builders(nobody, ttl_ms)
+  local names = {}
+  for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+    local consumer = {}
+    for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
+    if consumer.name ~= nobody and consumer.idle <= tonumber(ttl_ms) then
+      names[#names + 1] = consumer.name
+    end
+  end
+  return names
+end
+"""
+)
+
+# ARGV group nobody ttl_ms    -> how many builders there are
+BUILDERS: Final = _BUILDERS + "return #builders(ARGV[2], ARGV[3])"
+
+# KEYS stream refusals    ARGV group nobody ttl_ms owner keep_seconds
+# -> for how many seconds every builder has refused, -1 while one has not
+REFUSE: Final = (
+    _BUILDERS
+    + """
+redis.call('HSET', KEYS[2], 'by:' .. ARGV[4], '1')
+redis.call('EXPIRE', KEYS[2], ARGV[5])
+for _, name in ipairs(builders(ARGV[2], ARGV[3])) do
+  if redis.call('HEXISTS', KEYS[2], 'by:' .. name) == 0 then
+    redis.call('HDEL', KEYS[2], 'since')
+    return -1
+  end
+end
+local now = redis.call('TIME')[1]
+redis.call('HSETNX', KEYS[2], 'since', now)
+return tonumber(now) - tonumber(redis.call('HGET', KEYS[2], 'since'))
+"""
+)
+
 # ARGV group start count    -> {where the next page starts|'', tenant, context, ...}
 # In pages, because a long queue in one reply would keep everybody else waiting.
 QUEUED: Final = (

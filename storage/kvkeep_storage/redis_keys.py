@@ -16,6 +16,11 @@ BUILDS: Final = "{kvkeep}:builds"
 LEASE_PATTERN: Final = "kvkeep:{*}:lease:*"
 
 
+def refusals(job_id: str) -> str:
+    """Hash: the builders that can never do this job, and since when there is no other."""
+    return f"{BUILDS}:refused:{job_id}"
+
+
 @dataclass(frozen=True, slots=True)
 class TenantKeys:
     """The keys of one tenant. Raises: Invalid for a tenant that cannot stand in a key.

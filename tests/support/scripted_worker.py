@@ -6,6 +6,8 @@ Questions that name a script ("never ends", "breaks") follow it; all others get 
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from kvkeep_service.errors import (
     DocumentTooLong,
     Overloaded,
     QuestionTooLong,
+    ServiceError,
     SessionGone,
     TemplateChangesPrefix,
 )
@@ -26,9 +29,11 @@ from kvkeep_service.ports import (
     KernelsInfo,
     LoadCount,
     ModelInfo,
+    PolicyName,
     Prepared,
     QueryRequest,
     QueryTimings,
+    Scoring,
     TokenChance,
     TokenEvent,
     TokenLogprob,
@@ -37,9 +42,11 @@ from kvkeep_service.ports import (
 from kvkeep_service.stores import Stores
 from kvkeep_storage.artifact import CacheRows, LayerRows
 from kvkeep_storage.commit import commit
+from kvkeep_storage.documents import get_document
 from kvkeep_storage.errors import ObjectsUnavailable
 from kvkeep_storage.fingerprint import Fingerprint, digest_token_ids
 from kvkeep_storage.jobs import Job
+from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.manifest import ManifestFacts
 
 MAX_DOCUMENT_TOKENS = 1000
@@ -83,6 +90,8 @@ class ScriptedWorker:
         self.held: list[tuple[str, str]] = []
         self.prefetched: list[tuple[str, str, float]] = []
         self.fail_next_build = False
+        self.policy_version = 1
+        self.planning_error: ServiceError | None = None
         self._fingerprints: dict[str, Fingerprint] = {}
 
     @property
@@ -111,6 +120,18 @@ class ScriptedWorker:
             ratio=ratio if evicts else 1.0,
             full_bytes=64 * (len(words) + SURROUNDING_TOKENS),
             fingerprint=fingerprint,
+        )
+
+    async def planned(self, tenant: str, context_id: str) -> Fingerprint:
+        body = await get_document(self._stores.objects, DocumentKey(tenant, context_id))
+        if self.planning_error is not None:
+            raise self.planning_error
+        document = DocumentSpec(body.text, body.system, body.instructions)
+        compression = CompressionSpec(
+            policy=cast("PolicyName", body.policy), scoring=cast("Scoring", body.scoring)
+        )
+        return replace(
+            _fingerprint(tenant, document, compression), policy_version=self.policy_version
         )
 
     async def query(

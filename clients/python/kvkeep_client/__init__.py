@@ -5,8 +5,10 @@ from kvkeep_client.calls import Message
 from kvkeep_client.client import AsyncKVKeep, KVKeep
 from kvkeep_client.contexts import Context, Contexts
 from kvkeep_client.errors import (
+    AnswerFailed,
     APIError,
     BodyTooLarge,
+    BuildMismatch,
     Conflict,
     ContextExpired,
     ContextFailed,
@@ -23,6 +25,7 @@ from kvkeep_client.errors import (
     InvalidEncoding,
     InvalidRequest,
     KVKeepError,
+    LogitsNotFinite,
     ModelNotFound,
     NotFound,
     QuestionTooLong,
@@ -54,6 +57,7 @@ __all__ = [
     "UNSET",
     "APIError",
     "Answer",
+    "AnswerFailed",
     "AnswerStream",
     "AsyncAnswerStream",
     "AsyncContext",
@@ -61,6 +65,7 @@ __all__ = [
     "AsyncKVKeep",
     "AsyncSession",
     "BodyTooLarge",
+    "BuildMismatch",
     "Conflict",
     "Context",
     "ContextExpired",
@@ -82,6 +87,7 @@ __all__ = [
     "InvalidRequest",
     "KVKeep",
     "KVKeepError",
+    "LogitsNotFinite",
     "Message",
     "ModelNotFound",
     "NotFound",

@@ -25,6 +25,7 @@ KVKeepError                      every error carries code, status, request_id an
     │   ├── ContextFailed
     │   ├── ContextModelMismatch
     │   ├── HeadScoresMissing
+    │   ├── BuildMismatch
     │   └── IdempotencyInFlight
     ├── Gone                     410
     │   ├── ContextExpired
@@ -32,6 +33,8 @@ KVKeepError                      every error carries code, status, request_id an
     ├── RateLimited              429
     │   └── QuotaExceeded
     ├── ServerFault              500
+    │   ├── AnswerFailed
+    │   └── LogitsNotFinite
     ├── Unavailable              502, 503, 504: try again later
     └── StorageFull              507
 """
@@ -212,6 +215,10 @@ class HeadScoresMissing(Conflict):
     """Whole heads were to be evicted, and the served model has not been calibrated."""
 
 
+class BuildMismatch(Conflict):
+    """The server cannot build what was registered; ``detail`` says what it has otherwise."""
+
+
 class IdempotencyInFlight(Conflict):
     """The first request with this idempotency key is still running."""
 
@@ -252,6 +259,14 @@ class ServerFault(APIError):
     """The server failed; ``request_id`` finds the reason in its log."""
 
 
+class AnswerFailed(ServerFault):
+    """Computing the answer failed; ``facts["error"]`` names the kind of error."""
+
+
+class LogitsNotFinite(ServerFault):
+    """The model gave nothing to pick a token by; ``facts["dtype"]`` is what it runs in."""
+
+
 class Unavailable(APIError):
     """The server, or a store behind it, cannot take the request now."""
 
@@ -277,10 +292,13 @@ _BY_CODE: Mapping[str, type[APIError]] = {
     "context_failed": ContextFailed,
     "context_model_mismatch": ContextModelMismatch,
     "head_scores_missing": HeadScoresMissing,
+    "build_mismatch": BuildMismatch,
     "idempotency_in_flight": IdempotencyInFlight,
     "context_expired": ContextExpired,
     "session_gone": SessionGone,
     "quota_exceeded": QuotaExceeded,
+    "answer_failed": AnswerFailed,
+    "logits_not_finite": LogitsNotFinite,
 }
 _BY_STATUS: Mapping[int, type[APIError]] = {
     400: InvalidRequest,

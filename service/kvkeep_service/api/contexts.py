@@ -213,7 +213,10 @@ async def delete_context(context_id: ContextId, tenant: Tenant, registry: TheReg
         "context_not_found",
         "context_expired",
         "context_model_mismatch",
+        "build_mismatch",
+        "document_too_long",
         "document_corrupt",
+        "cache_incompatible",
         "quota_exceeded",
         "storage_unavailable",
         "storage_full",
@@ -223,7 +226,9 @@ async def rebuild_context(context_id: ContextId, tenant: Tenant, registry: TheRe
     """Queue a new build of the cache, after a failure or to replace what is stored.
 
     A ready context goes on answering from its present cache until the new one is there, and
-    keeps it when the new build fails.
+    keeps it when the new build fails. Where a build would make another cache than the one that was
+    registered (other weights, another dtype, head scores of another calibration), the answer is
+    `409 build_mismatch`: it says what differs, and in `other_builders` how many servers may differ.
     """
     record = await registry.rebuild(tenant, context_id)
     return _response(Answered(202, _body(record), _retry_after(record)))

@@ -64,6 +64,8 @@ _STREAM_EXAMPLE: Final = (
             "context_not_ready",
             "context_failed",
             "context_model_mismatch",
+            "answer_failed",
+            "logits_not_finite",
             "overloaded",
             "worker_unavailable",
             "storage_unavailable",

@@ -3,6 +3,8 @@
 import threading
 import time
 
+from kvkeep_service.errors import HeadScoresMissing
+
 from ...support.api_server import ApiServer
 from .answers import UNKNOWN, numbered, problem
 
@@ -77,6 +79,35 @@ def test_what_is_built_already_is_left_as_it_is(api: ApiServer) -> None:
 def test_what_is_not_there_cannot_be_built_again(api: ApiServer) -> None:
     response = api.client.post(f"/contexts/{UNKNOWN}/rebuild")
     assert (response.status_code, problem(response)["code"]) == (404, "context_not_found")
+
+
+def test_what_would_come_out_as_another_cache_is_refused_and_keeps_answering(
+    api: ApiServer,
+) -> None:
+    context = api.create(document=numbered(36))
+    api.worker.policy_version = 2
+    refused = problem(api.client.post(f"/contexts/{context['id']}/rebuild"))
+    assert (refused["status"], refused["code"]) == (409, "build_mismatch")
+    assert "policy version: 1 then, 2 here" in refused["detail"]
+    assert "register the document again" in refused["detail"]
+    assert refused["other_builders"] == 0
+    # A server beside this one: it may be of the older version.
+    api.run(api.stores.jobs.claim("older", 0))
+    refused = problem(api.client.post(f"/contexts/{context['id']}/rebuild"))
+    assert refused["other_builders"] == 1
+    shown = api.client.get(f"/contexts/{context['id']}").json()
+    assert (shown["status"], shown["progress"]) == ("ready", None)
+    assert api.client.post(f"/contexts/{context['id']}/query", json=QUESTION).status_code == 200
+
+
+def test_a_failed_context_that_cannot_be_built_here_stays_failed(api: ApiServer) -> None:
+    api.worker.fail_next_build = True
+    failed = api.client.post("/contexts?wait=30", json={"document": numbered(37)}).json()
+    api.worker.planning_error = HeadScoresMissing()
+    refused = problem(api.client.post(f"/contexts/{failed['id']}/rebuild"))
+    assert (refused["status"], refused["code"]) == (409, "build_mismatch")
+    assert "this server has none" in refused["detail"]
+    assert api.client.get(f"/contexts/{failed['id']}").json()["status"] == "failed"
 
 
 def test_a_damaged_document_is_told_before_anything_is_queued(api: ApiServer) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.exceptions import HTTPException
 
+from kvkeep_service import answer_failures as answer_failures  # its classes are walked too
 from kvkeep_service import errors as service
 from kvkeep_service.api.errors import CATALOGUE, MEDIA_TYPE, failure_of, responses
 from kvkeep_storage import errors as storage

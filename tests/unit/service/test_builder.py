@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.errors import BuildMismatch
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.plan import BANDS, BuildPlan, Planner
 from kvkeep_service.policies.head_scores import HeadScores
@@ -97,6 +98,88 @@ async def test_a_context_of_another_identity_waits_for_its_own(
     bench.builder.start()
     await bench.until_settled()
     assert (await bench.record(record.id)).status == "ready"
+
+
+async def test_what_no_running_server_can_build_fails_and_says_what_differs(
+    bench: Workbench, tiny: LoadedModel
+) -> None:
+    record = await bench.register()
+    assert await bench.jobs.claim("away", 0) is not None
+    await bench.jobs.void_owners()
+    bench.jobs.wait_refused(0)
+    changed = replace(tiny, info=replace(tiny.info, weights_digest="sha256:other"))
+    another = bench.another(planner=Planner(changed))
+    another.start()
+    # The other server is heard of, and has not said that it cannot.
+    ends = [await bench.jobs.next_end() for _ in range(2 * MAX_ATTEMPTS)]
+    assert {end.how for end in ends} == {"postponed"}
+    await bench.forget_builder("away")
+    await bench.until_settled()
+    await another.stop()
+    failed = await bench.record(record.id)
+    assert (failed.status, failed.error_code) == ("failed", "build_mismatch")
+    assert failed.error_detail is not None
+    assert "no running server could build it" in failed.error_detail
+    assert "weights" in failed.error_detail
+    assert bench.model.batches == [], "nothing was computed for it"
+
+
+async def test_a_context_of_a_model_that_nobody_serves_fails_in_the_end(
+    bench: Workbench, tiny: LoadedModel
+) -> None:
+    record = await bench.register()
+    bench.jobs.wait_refused(0)
+    renamed = replace(tiny, info=replace(tiny.info, name="another"))
+    another = bench.another(planner=Planner(renamed))
+    another.start()
+    await bench.until_settled()
+    await another.stop()
+    failed = await bench.record(record.id)
+    assert (failed.status, failed.error_code) == ("failed", "context_model_mismatch")
+
+
+async def test_a_ready_context_that_nobody_can_build_afresh_keeps_its_cache(
+    bench: Workbench, tiny: LoadedModel, tmp_path: Path
+) -> None:
+    bench.builder.start()
+    record = await bench.build()
+    await bench.builder.stop()
+    await bench.forget_builder("builder")
+    before = generations(tmp_path)
+    bench.jobs.wait_refused(0)
+    await bench.stores.metadata.rebuild_context(TENANT, record.id)
+    await bench.jobs.enqueue(TENANT, record.id)
+    changed = replace(tiny, info=replace(tiny.info, weights_digest="sha256:other"))
+    another = bench.another(planner=Planner(changed))
+    another.start()
+    await bench.until_settled()
+    await another.stop()
+    kept = await bench.record(record.id)
+    assert (kept.status, kept.awaits_build, kept.error_code) == ("ready", False, None)
+    assert generations(tmp_path) == before
+
+
+async def test_another_calibration_is_told_before_anything_waits(
+    bench: Workbench, tiny: LoadedModel
+) -> None:
+    def server(digest: str) -> LocalWorker:
+        scores = HeadScores(((0.5, 0.25), (0.125, 0.75)), digest)
+        recovery, sessions = Recovery(bench.stores, rebuilds=True), Sessions(0, 60)
+        options = {"owner": digest, "max_queue": 1, "resident_bytes": 0, "head_scores": scores}
+        return LocalWorker(tiny, bench.stores, recovery, sessions=sessions, **options)
+
+    wanted = Registration(SHORT, CompressionSpec("kvzip_head", 0.6), None, {}, None, None)
+    before, after = (Registry(bench.stores, server(digest)) for digest in ("older", "newer"))
+    record = await before.register(TENANT, wanted)
+    scores = HeadScores(((0.5, 0.25), (0.125, 0.75)), "older")
+    builder = bench.another(planner=Planner(tiny, scores))
+    builder.start()
+    await bench.until_settled()
+    await builder.stop()
+    with pytest.raises(BuildMismatch, match="head scores: older then, newer here"):
+        await after.rebuild(TENANT, record.id)
+    assert not (await bench.record(record.id)).awaits_build
+    assert (await before.rebuild(TENANT, record.id)).awaits_build
 
 
 async def test_whole_heads_wait_for_a_server_that_knows_their_scores(

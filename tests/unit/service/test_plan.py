@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvkeep_service.engine.model import LoadedModel
-from kvkeep_service.errors import DocumentTooLong, HeadScoresMissing, InvalidRequest
+from kvkeep_service.errors import BuildMismatch, DocumentTooLong, HeadScoresMissing, InvalidRequest
 from kvkeep_service.plan import BANDS, Planner, band_ratios
 from kvkeep_service.policies.choose import MIN_DOCUMENT_TOKENS
 from kvkeep_service.policies.head_scores import HeadScores
@@ -136,7 +136,7 @@ def test_a_document_of_an_older_version_has_the_identity_it_had(planner: Planner
 
 
 def test_a_stored_policy_that_is_not_known_here_is_refused(planner: Planner) -> None:
-    with pytest.raises(InvalidRequest, match="kvpop"):
+    with pytest.raises(BuildMismatch, match="kvpop"):
         planner.plan_stored("acme", STORED.model_copy(update={"policy": "kvpop"}))
 
 

@@ -25,6 +25,7 @@ from kvkeep_storage.jobs import Job, Jobs
 from kvkeep_storage.load import LoadedCache, load
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.records import ContextRecord
+from kvkeep_storage.redis_keys import BUILDS
 from kvkeep_storage.sources import ObjectSource
 
 from ...support.stores import files_below
@@ -60,6 +61,10 @@ class WatchedJobs(Jobs):
         how = "given back" if counted else "postponed"
         self._ends.put_nowait(End(how, job.context_id, job.attempts))
         return released
+
+    def wait_refused(self, seconds: float) -> None:
+        """Change how long what nobody can build waits."""
+        self._refused_seconds = seconds
 
     async def next_end(self) -> End:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -113,6 +118,11 @@ class Workbench:
             expected=self.planner.identity,
             ratio=ratio,
         )
+
+    async def forget_builder(self, owner: str) -> None:
+        """A builder is heard of no more, and has not been for long."""
+        link = self.stores.metadata.link
+        await link.command("XGROUP", "DELCONSUMER", BUILDS, "builders", owner)
 
     async def until_settled(self) -> None:
         """Return once a job was settled, however often it was given back before."""

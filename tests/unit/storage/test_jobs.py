@@ -7,9 +7,9 @@ from redis.asyncio import Redis
 
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import Invalid, LeaseLost, RecordCorrupt
-from kvkeep_storage.jobs import MAX_ATTEMPTS, Job, Jobs
+from kvkeep_storage.jobs import MAX_ATTEMPTS, REFUSED_SECONDS, Job, Jobs
 from kvkeep_storage.metadata import Metadata
-from kvkeep_storage.redis_keys import BUILDS
+from kvkeep_storage.redis_keys import BUILDS, refusals
 
 from .samples import TENANT, a_context
 
@@ -49,6 +49,47 @@ async def test_jobs_come_in_order_each_to_one_worker_and_go_when_acknowledged(
         assert not await jobs.ack(job)
     assert await redis.xlen(BUILDS) == 0
     assert await pending(redis) == []
+
+
+async def test_a_job_that_every_living_builder_refuses_is_given_up_in_its_time(
+    metadata: Metadata, redis: Redis
+) -> None:
+    jobs = Jobs(metadata, ttl_seconds=1000, retry_seconds=0, refused_seconds=0)
+    await jobs.enqueue(TENANT, "ctx_01")
+    assert await jobs.claim("w2", 0) is not None
+    await jobs.void_owners()
+    assert not await jobs.refuse(await claimed(jobs, "w1")), "w2 may be able to"
+    await jobs.void_owners()
+    assert await jobs.num_builders() == 2
+    assert await jobs.refuse(await claimed(jobs, "w2"))
+    await jobs.void_owners()
+    # Somebody new: it may be able to.
+    job = await claimed(jobs, "w3")
+    await jobs.void_owners()
+    assert not await jobs.refuse(await claimed(jobs, "w1"))
+    assert 0 < await redis.ttl(refusals(job.id)) <= 2 * REFUSED_SECONDS
+
+
+async def test_a_refused_job_waits_its_time_from_when_nobody_was_left(
+    metadata: Metadata, redis: Redis
+) -> None:
+    jobs = Jobs(metadata, ttl_seconds=1000, retry_seconds=0, refused_seconds=600)
+    await jobs.enqueue(TENANT, "ctx_01")
+    job = await claimed(jobs, "w1")
+    assert not await jobs.refuse(job)
+    since = int(await redis.hget(refusals(job.id), "since"))
+    await redis.hset(refusals(job.id), "since", since - 599)
+    assert not await jobs.refuse(job)
+    await redis.hset(refusals(job.id), "since", since - 600)
+    assert await jobs.refuse(job)
+
+
+async def test_a_builder_that_fell_silent_is_not_waited_for(metadata: Metadata) -> None:
+    jobs = Jobs(metadata, ttl_seconds=0.05, heartbeat_seconds=0.01, refused_seconds=0)
+    await jobs.enqueue(TENANT, "ctx_01")
+    assert await jobs.claim("dead", 0) is not None
+    job = await claimed(jobs, "w1", 30)
+    assert await jobs.refuse(job)
 
 
 async def test_many_workers_at_once_never_share_a_job(metadata: Metadata) -> None:
