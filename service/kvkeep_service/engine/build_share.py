@@ -4,8 +4,8 @@ import time
 
 import torch
 
-SHARE = 0.3
-"""Of the time that a round of answers took, what builds get before the next one."""
+SHARE = 0.4
+"""Of the time that a round's tokens took, what builds get before the next one."""
 
 
 class BuildShare:
@@ -16,7 +16,7 @@ class BuildShare:
     """
 
     def __init__(self, slice_seconds: float | None, device: torch.device) -> None:
-        """``slice_seconds`` is earned by each round; None earns ``SHARE`` of the round's time."""
+        """``slice_seconds`` is earned by each round; None earns ``SHARE`` of its time."""
         self._slice_seconds = slice_seconds
         self._is_cuda = device.type == "cuda"
         self._left = 0.0
@@ -28,9 +28,14 @@ class BuildShare:
         """Whether answers, if there are any, come first now."""
         return self._left <= 0.0
 
-    def earn(self, round_seconds: float) -> None:
-        """A round of answers has ended. What was left of the last one is not saved up."""
-        earned = SHARE * round_seconds if self._slice_seconds is None else self._slice_seconds
+    def earn(self, read_seconds: float, decode_seconds: float) -> None:
+        """A round of answers has ended. What was left of the last one is not saved up.
+
+        Where a round gave tokens, the time in which it read new questions earns nothing: who
+        waited for that would wait for a build in proportion, and then for the next questions.
+        """
+        seconds = decode_seconds or read_seconds
+        earned = SHARE * seconds if self._slice_seconds is None else self._slice_seconds
         self._left = min(self._left, 0.0) + earned
 
     def resume(self) -> None:

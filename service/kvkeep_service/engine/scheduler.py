@@ -166,12 +166,14 @@ class Scheduler:
         started = time.perf_counter()
         self._admit()
         has_read = self._answering.read()
-        if not (self._answering.decode() or has_read):
+        read = time.perf_counter()
+        has_decoded = self._answering.decode()
+        if not (has_decoded or has_read):
             self._share.forget()
             return False
-        seconds = time.perf_counter() - started
-        self._answer_seconds += seconds
-        self._share.earn(seconds)
+        ended = time.perf_counter()
+        self._answer_seconds += ended - started
+        self._share.earn(read - started, ended - read if has_decoded else 0.0)
         return True
 
     def _admit(self) -> None:
