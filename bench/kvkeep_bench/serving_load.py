@@ -20,22 +20,47 @@ from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.errors import Overloaded
 
 _PATIENCE_SECONDS = 120
+_LOOK_SECONDS = 0.05
 
 
 @dataclass
 class Answers:
-    """What a load measured; milliseconds. ``refused`` counts answers of 503."""
+    """What a load measured, from ``began`` to ``ended``; milliseconds.
 
+    ``refused`` counts answers of 503.
+    """
+
+    began: float
+    ended: float
     first_token_ms: list[float] = field(default_factory=list)
     inter_token_ms: list[float] = field(default_factory=list)
     tokens: int = 0
-    seconds: float = 0.0
     refused: int = 0
+
+    @classmethod
+    def joined(cls, pieces: Sequence["Answers"]) -> "Answers":
+        """Pieces of one load, as if one had followed the other."""
+        whole = cls(0.0, sum(piece.ended - piece.began for piece in pieces))
+        for piece in pieces:
+            whole.first_token_ms += piece.first_token_ms
+            whole.inter_token_ms += piece.inter_token_ms
+            whole.tokens += piece.tokens
+            whole.refused += piece.refused
+        return whole
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all clients together, over the whole run."""
-        return self.tokens / self.seconds
+        """Of all clients together."""
+        return self.tokens / (self.ended - self.began)
+
+    def add(self, asked_at: float, token_times: Sequence[float]) -> None:
+        """Count what of one answer lies between ``began`` and ``ended``."""
+        times = [at for at in token_times if self.began <= at <= self.ended]
+        if times and asked_at >= self.began:
+            self.first_token_ms.append(1000 * (times[0] - asked_at))
+        pairs = itertools.pairwise(times)
+        self.inter_token_ms += [1000 * (after - before) for before, after in pairs]
+        self.tokens += len(times)
 
     @staticmethod
     def percentile(values: Sequence[float], percent: int) -> float:
@@ -96,20 +121,33 @@ class Load:
         self._random = random.Random(7)
 
     def closed(self, clients: int, seconds: float) -> Answers:
-        """So many clients, each asking again as soon as it is answered."""
+        """So many clients, each asking again as soon as it is answered.
+
+        Counted is from when all of them have had a token. Their first answers end at random, as
+        of clients that have asked for long: together from the start, they would be in step, and
+        nobody would wait for the questions of others.
+        """
         self._asked.clear()
-        started = time.perf_counter()
+        is_over = threading.Event()
+        firsts = [self._random.randint(1, self._answer_tokens) for _ in range(clients)]
 
-        def ask_again() -> None:
-            while time.perf_counter() - started < seconds:
-                self._ask_and_wait()
+        def ask_again(answer_tokens: int) -> None:
+            while not is_over.is_set():
+                self._ask_and_wait(answer_tokens, is_over)
+                answer_tokens = self._answer_tokens
 
-        threads = [threading.Thread(target=ask_again) for _ in range(clients)]
+        threads = [threading.Thread(target=ask_again, args=(first,)) for first in firsts]
         for thread in threads:
             thread.start()
+        while sum(bool(asked.token_times) for asked in list(self._asked)) < clients:
+            time.sleep(0.005)
+        began = time.perf_counter()
+        time.sleep(seconds)
+        ended = time.perf_counter()
+        is_over.set()
         for thread in threads:
             thread.join()
-        return self._measured(time.perf_counter() - started)
+        return self._measured(began, ended)
 
     def together(self, clients: int) -> Answers:
         """So many questions at once, each asked once."""
@@ -120,7 +158,7 @@ class Load:
             self._submit(_Listener(ended.release))
         for _ in range(clients):
             ended.acquire(timeout=_PATIENCE_SECONDS)
-        return self._measured(time.perf_counter() - started)
+        return self._measured(started, time.perf_counter())
 
     def open(self, per_second: float, seconds: float) -> Answers:
         """Questions that arrive at random (Poisson), however many wait already."""
@@ -137,40 +175,39 @@ class Load:
                 refused += 1
         for _ in range(accepted):
             ended.acquire(timeout=_PATIENCE_SECONDS)
-        measured = self._measured(time.perf_counter() - started)
+        measured = self._measured(started, time.perf_counter())
         measured.refused = refused
         return measured
 
-    def _ask_and_wait(self) -> None:
+    def _ask_and_wait(self, answer_tokens: int, is_over: threading.Event) -> None:
         ended = threading.Event()
         listener = _Listener(ended.set)
         with suppress(Overloaded):
-            self._submit(listener)
-            ended.wait(_PATIENCE_SECONDS)
+            task = self._submit(listener, answer_tokens)
+            while not (ended.wait(_LOOK_SECONDS) or is_over.is_set()):
+                pass
+            task.cancelled.set()
         if listener.error is not None:
             raise listener.error
 
-    def _submit(self, listener: _Listener) -> None:
+    def _submit(self, listener: _Listener, answer_tokens: int | None = None) -> QueryTask:
         asked = _Timed(
             self._loaded.language_model,
             self._contexts[len(self._asked) % len(self._contexts)],
             [self._random.randrange(100, 20_000) for _ in range(self._question_tokens)],
-            SequenceOptions(self._answer_tokens),
+            SequenceOptions(answer_tokens or self._answer_tokens),
             tokenizer=self._loaded.tokenizer,
             stop_ids=frozenset(),
         )
         asked.token_times = []
         self._asked.append(asked)
         asked.submitted_at = time.perf_counter()
-        self._scheduler.submit_query(QueryTask(asked, listener))
+        task = QueryTask(asked, listener)
+        self._scheduler.submit_query(task)
+        return task
 
-    def _measured(self, seconds: float) -> Answers:
-        answers = Answers(seconds=seconds)
+    def _measured(self, began: float, ended: float) -> Answers:
+        answers = Answers(began, ended)
         for asked in self._asked:
-            times = asked.token_times
-            if times:
-                answers.first_token_ms.append(1000 * (times[0] - asked.submitted_at))
-            pairs = itertools.pairwise(times)
-            answers.inter_token_ms += [1000 * (after - before) for before, after in pairs]
-            answers.tokens += len(times)
+            answers.add(asked.submitted_at, asked.token_times)
         return answers
