@@ -85,7 +85,7 @@ return 1
 
 # KEYS build_lease cache caches references unfinished waiting charges context ...
 # ARGV lease_value cache_id now count id ... field value ...
-# -> {'lost'} | {'retry'} | {'unreferenced'} | {'lower'} | {'ok', id made ready, ...}
+# -> {'lost'} | {'retry'} | {'unreferenced'} | {'lower'} | {'ok', id that waited, ...}
 FLIP: Final = (
     _REFERENCES
     + _OFFER
@@ -118,6 +118,7 @@ for i, id in ipairs(ids) do
       redis.call('HDEL', key, 'refresh_requested_at', 'stage')
       redis.call('HSET', key, 'fraction', '1.0')
       redis.call('SREM', KEYS[5], id)
+      reply[#reply + 1] = id
     end
     if context[1] == 'ready' then offer(key, KEYS[2]) end
   end

@@ -29,8 +29,9 @@ class CacheTable(RedisTable):
 
         The build lease must be held: one script compares it, then changes everything. Ready at
         once is every referencing context that waits and asked for one of the cache's ratios; the
-        ids of those are returned. Repeating it under the same lease is harmless, and names only
-        the ids made ready by the repetition.
+        ids of those are returned, and of those that were ready and waited for a fresh one.
+        Repeating it under the same lease is harmless, and names only the ids that the repetition
+        has changed.
         Raises: LeaseLost when the lease ran out or has a newer holder, Unreferenced when every
         context was deleted, Conflict when more than this is committed already. Nothing is
         changed in any of these; the new generation belongs to nobody.

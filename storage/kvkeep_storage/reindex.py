@@ -7,6 +7,7 @@ repeated and may run beside the service.
 """
 
 import time
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from kvkeep_storage import keys
@@ -49,11 +50,17 @@ async def reindex(objects: Objects, metadata: Metadata) -> ReindexReport:
         raise StoreMismatch(store_id, recorded)
     run = _Reindex(objects, metadata)
     for tenant in await objects.directories_below(keys.DOCUMENTS):
+        by_cache: dict[str, list[ContextMirror]] = {}
         for context_id in await objects.directories_below(f"{keys.DOCUMENTS}/{tenant}"):
             try:
-                await run.restore(DocumentKey(tenant, context_id))
+                mirror = await run.restore_context(DocumentKey(tenant, context_id))
             except (Corrupt, Incompatible, Invalid) as error:
                 run.damaged.append(f"{tenant}/{context_id}: {error}")
+                continue
+            if mirror is not None:
+                by_cache.setdefault(mirror.record.cache_id, []).append(mirror)
+        for mirrors in by_cache.values():
+            await run.restore_cache(mirrors)
     for tenant in await metadata.tenants():
         # Records that were there may be of a version that charged nobody.
         await metadata.recount(tenant)
@@ -69,25 +76,38 @@ class _Reindex:
     caches: int = 0
     damaged: list[str] = field(default_factory=list)
 
-    async def restore(self, key: DocumentKey) -> None:
-        """Bring one context back, and its cache when there is a whole generation of it."""
+    async def restore_context(self, key: DocumentKey) -> ContextMirror | None:
+        """Bring one context back, without its cache; None when its objects are not all there."""
         try:
             mirror = await get_mirror(self.objects, key)
             await self.objects.size(key.body)
         except NotFound:
             self.damaged.append(f"{key.tenant}/{key.context_id}: document or mirror is missing")
-            return
-        record = mirror.record
-        if await self.metadata.restore_context(_unbuilt(record, time.time())):
+            return None
+        if await self.metadata.restore_context(_unbuilt(mirror.record, time.time())):
             self.contexts += 1
+        await self._undo_if_deleted(key, None)
+        return mirror
+
+    async def restore_cache(self, mirrors: Sequence[ContextMirror]) -> None:
+        """Bring the cache of these contexts back when there is a whole generation of it.
+
+        All of them are looked at first: the mirror of one that was ready already is not written
+        again when another of them has a larger generation committed.
+        """
+        record = mirrors[0].record
+        named = {mirror.generation for mirror in mirrors if mirror.generation is not None}
         async with alone(Leases(self.metadata), record.tenant, record.cache_id) as is_alone:
             # Who builds or deletes it now settles what becomes of it.
-            cache = await self._find_cache(mirror) if is_alone else None
+            cache = await self._find_cache(record, named) if is_alone else None
             is_restored = cache is not None and await self.metadata.restore_cache(cache)
         if is_restored:
             self.caches += 1
-        await self.metadata.attach(record.tenant, record.id, time.time())
-        await self._undo_if_deleted(key, cache if is_restored else None)
+        for mirror in mirrors:
+            record = mirror.record
+            await self.metadata.attach(record.tenant, record.id, time.time())
+            key = DocumentKey(record.tenant, record.id)
+            await self._undo_if_deleted(key, cache if is_restored else None)
 
     async def _undo_if_deleted(self, key: DocumentKey, restored: CacheRecord | None) -> None:
         """A deletion may have run between reading the mirror and writing the records.
@@ -102,9 +122,8 @@ class _Reindex:
                 # The deletion knew nothing of this record, and may be deleting what it names.
                 await self.metadata.quarantine(key.tenant, restored.cache_id, restored.generation)
 
-    async def _find_cache(self, mirror: ContextMirror) -> CacheRecord | None:
-        """The generation that was committed, or else the most complete of the others."""
-        record = mirror.record
+    async def _find_cache(self, record: ContextRecord, named: Set[str]) -> CacheRecord | None:
+        """The generation that was committed last, or else the most complete of the others."""
         prefix = f"{keys.CACHES}/{record.tenant}/{record.cache_id}"
         found = []
         for generation in await self.objects.directories_below(prefix):
@@ -112,7 +131,7 @@ class _Reindex:
             cache = await self._read_generation(key)
             if cache is not None:
                 found.append(cache)
-        return max(found, key=lambda cache: _preference(cache, mirror.generation), default=None)
+        return max(found, key=lambda cache: _preference(cache, named), default=None)
 
     async def _read_generation(self, key: GenerationKey) -> CacheRecord | None:
         """Describe a generation whose manifest is whole and whose slabs have their sizes."""
@@ -129,9 +148,13 @@ class _Reindex:
         return cache_record(key, manifest, content)
 
 
-def _preference(cache: CacheRecord, committed: str | None) -> tuple[bool, float]:
-    """Sort key; the mirrored generation first, because a later one may be without a flip."""
-    return cache.generation == committed, cache.ratio
+def _preference(cache: CacheRecord, named: Set[str]) -> tuple[bool, float, float]:
+    """Sort key. What a mirror names was committed, and the last of those is the one that was.
+
+    Of the others a later one may be without a flip: what holds most serves most contexts.
+    """
+    is_named = cache.generation in named
+    return is_named, cache.committed_at if is_named else 0.0, cache.ratio
 
 
 def _unbuilt(record: ContextRecord, now: float) -> ContextRecord:

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from kvkeep_storage.binding import require_bound
-from kvkeep_storage.documents import delete_document, mirror_context
+from kvkeep_storage.documents import delete_document, get_mirror, mirror_context
 from kvkeep_storage.errors import StoreMismatch
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
@@ -151,6 +151,60 @@ async def test_a_cache_built_too_low_for_its_context_is_not_called_ready(
     assert await _reindex(stores) == ReindexReport(2, 1, ())
     assert (await _record(stores, "ctx_low")).status == "ready"
     assert (await _record(stores, "ctx_high")).status == "queued"
+
+
+@pytest.mark.parametrize(("low_id", "high_id"), [("ctx_01", "ctx_02"), ("ctx_02", "ctx_01")])
+async def test_of_two_committed_generations_the_last_comes_back_whoever_is_looked_at_first(
+    stores: Stores, redis: Redis, low_id: str, high_id: str
+) -> None:
+    low = random_rows(ratios=(0.05, 0.1))
+    await stores.register(facts_for(low), low_id)
+    await stores.build(low, facts_for(low))
+    await stores.register(FACTS, high_id)
+    # The first is ready already, and its mirror goes on naming the generation it was built with.
+    committed = await stores.build(ROWS, FACTS)
+    mirrors = [
+        await get_mirror(stores.objects, DocumentKey(TENANT, item)) for item in (low_id, high_id)
+    ]
+    assert mirrors[0].generation != mirrors[1].generation == committed.generation
+    await redis.flushall()
+    assert await _reindex(stores) == ReindexReport(2, 1, ())
+    assert await stores.metadata.cache(TENANT, committed.cache_id) == committed
+    for context_id in (low_id, high_id):
+        assert (await _record(stores, context_id)).status == "ready"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_of_generations_that_no_mirror_names_the_larger_comes_back(
+    stores: Stores, redis: Redis, is_first: bool
+) -> None:
+    key = await stores.register(FACTS)
+    mirror = await stores.objects.get(key.mirror)
+    low = random_rows(ratios=(0.05, 0.1))
+    await stores.register(facts_for(low), "ctx_02")
+    await stores.build(low, facts_for(low))
+    committed = await stores.build(ROWS, FACTS)
+    # Both lie there under names that are looked at in either order.
+    for cache in files_below(stores.root, "caches"):
+        if cache.endswith("manifest.json") and committed.generation not in cache:
+            smaller = (stores.root / cache).parent
+            smaller.rename(smaller.with_name("f" * 16 if is_first else "0" * 16))
+    await stores.objects.put(key.mirror, mirror)
+    await _delete(stores, DocumentKey(TENANT, "ctx_02"))
+    await redis.flushall()
+    assert await _reindex(stores) == ReindexReport(1, 1, ())
+    assert await stores.metadata.cache(TENANT, committed.cache_id) == committed
+    assert (await _record(stores)).status == "ready"
+
+
+async def test_a_context_that_was_built_afresh_is_mirrored_with_what_it_has_now(
+    stores: Stores,
+) -> None:
+    key = await stores.register(FACTS)
+    await stores.build(ROWS, FACTS)
+    await stores.metadata.rebuild_context(TENANT, "ctx_01")
+    fresh = await stores.build(ROWS, FACTS)
+    assert (await get_mirror(stores.objects, key)).generation == fresh.generation
 
 
 async def test_damaged_mirrors_are_named_and_do_not_stop_the_rest(
