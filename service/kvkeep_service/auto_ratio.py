@@ -75,10 +75,8 @@ def cautious_losses(fidelity: Fidelity | None, *, is_exact: bool) -> dict[float,
 
     ``is_exact``: rows are stored as they are, so that all of them together lose nothing.
     """
-    measured = () if fidelity is None else fidelity.ratios
-    losses = {
-        item.ratio: max(0.0, item.nll_kept - fidelity.nll_full) + MARGIN * item.loss_error
-        for item in measured
-        if fidelity is not None
-    }
+    losses: dict[float, float] = {}
+    if fidelity is not None:
+        for item in fidelity.ratios:
+            losses[item.ratio] = (fidelity.loss(item.ratio) or 0.0) + MARGIN * item.loss_error
     return losses | {1.0: 0.0} if is_exact else losses

@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 import structlog
 
+from kvkeep_service.build_counts import BuildCounter
 from kvkeep_service.build_run import run_build
 from kvkeep_service.engine.build import BuiltCache, Progress
 from kvkeep_service.engine.build_memory import build_bytes
@@ -80,6 +81,7 @@ class Builder:
         self.space = Space(stores.objects)
         self._loop_task: asyncio.Task[None] | None = None
         self.num_running = 0
+        self.counter = BuildCounter()
 
     def start(self) -> None:
         """Begin to claim builds."""
@@ -241,6 +243,8 @@ class Builder:
                     self.space.ran_out(rows.size_bytes)
                 raise
             self.space.was_enough()
+            loss = built.fidelity.loss(facts.ratio) if built.fidelity else None
+            self.counter.committed(built.timings, loss)
         if await metadata.cache(*key) is None:
             # Deleted since the commit, by somebody who found nothing to drop yet.
             self._residency.drop(key)
@@ -262,6 +266,7 @@ class Builder:
 
     async def _fail(self, job: Job, code: str, detail: str) -> None:
         _log.warning("build_failed", context=job.context_id, code=code)
+        self.counter.failed(code)
         await self._stores.metadata.fail_context(job.tenant, job.context_id, code, detail)
         await self._mirror(job)
 

@@ -5,12 +5,19 @@ Names carry their unit last; no label names a tenant, a context or a question. W
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from kvkeep_service.build_counts import LOSS_NATS, BuildCounts
 from kvkeep_service.ports import AnswerEvent, CacheCounts, EngineCounts, Worker, WorkerStats
 from kvkeep_storage.disk_tier import DiskStats
 
@@ -91,6 +98,7 @@ class _Snapshot(Collector):
         """As ``Collector.collect``."""
         yield from _of_worker(self._worker.stats())
         yield from _of_engine(self._worker.engine_counts())
+        yield from _of_builds(self._worker.build_counts())
         yield from _of_caches(self._worker.cache_counts())
         kernels = self._worker.model.kernels
         healthy = GaugeMetricFamily(
@@ -132,6 +140,27 @@ def _of_engine(counts: EngineCounts) -> Iterator[Metric]:
     yield seconds
     yield _counter("out_of_memory", "Forwards that found no memory.", counts.out_of_memory)
     yield _counter("shed_answers", "Answers ended for want of memory.", counts.shed)
+
+
+def _of_builds(counts: BuildCounts) -> Iterator[Metric]:
+    ended = CounterMetricFamily(
+        "kvkeep_builds", "Builds that ended, by how: committed, or a code.", labels=["outcome"]
+    )
+    for outcome, count in counts.ended.items():
+        ended.add_metric([outcome], count)
+    seconds = CounterMetricFamily(
+        "kvkeep_build_seconds", "Seconds of committed builds, by phase.", labels=["phase"]
+    )
+    for phase, spent in counts.seconds.items():
+        seconds.add_metric([phase.removesuffix("_s")], spent)
+    names = [*(f"{nats:g}" for nats in LOSS_NATS), "+Inf"]
+    lost = HistogramMetricFamily(
+        "kvkeep_build_loss_nats",
+        "What committed builds lost at their ratio, nats per token, where it was measured.",
+        buckets=list(zip(names, accumulate(counts.losses), strict=True)),
+        sum_value=counts.loss_sum,
+    )
+    yield from (ended, seconds, lost)
 
 
 def _of_caches(counts: CacheCounts) -> Iterator[Metric]:

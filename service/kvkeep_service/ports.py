@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from kvkeep_service.build_counts import BuildCounts
 from kvkeep_storage.fidelity import Fidelity as Fidelity
 from kvkeep_storage.fidelity import RatioFidelity as RatioFidelity
 from kvkeep_storage.fingerprint import Fingerprint
@@ -339,6 +340,10 @@ class Worker(Protocol):
 
     def engine_counts(self) -> EngineCounts:
         """What the engine has done since the start."""
+        ...
+
+    def build_counts(self) -> BuildCounts:
+        """What became of builds, since the start."""
         ...
 
     def cache_counts(self) -> CacheCounts:

@@ -10,6 +10,7 @@ import structlog
 from kvkeep_service.answer_failures import AnswerFailed, LogitsNotFinite
 from kvkeep_service.asking import Asking
 from kvkeep_service.bringing import ASIDE_MAX, Brought, Receiver
+from kvkeep_service.build_counts import BuildCounts
 from kvkeep_service.builder import Builder
 from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LoadedModel
@@ -264,6 +265,10 @@ class LocalWorker:
             sessions=len(self._sessions),
             session_bytes=self._sessions.size_bytes,
         )
+
+    def build_counts(self) -> BuildCounts:
+        """As ``ports.Worker.build_counts``."""
+        return self._builder.counter.counts
 
     def cache_counts(self) -> CacheCounts:
         """As ``ports.Worker.cache_counts``."""

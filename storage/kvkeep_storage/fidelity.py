@@ -57,6 +57,14 @@ class Fidelity:
         """What was measured at exactly this ratio; None when nothing was."""
         return next((item for item in self.ratios if item.ratio == ratio), None)
 
+    def loss(self, ratio: float) -> float | None:
+        """What reading at this ratio loses, nats per token; None where it was not measured.
+
+        Fewer rows that do better lose nothing.
+        """
+        found = self.at(ratio)
+        return None if found is None else max(0.0, found.nll_kept - self.nll_full)
+
     def with_those_of(self, earlier: "Fidelity | None") -> "Fidelity":
         """Also what an earlier build measured of the same rows, at ratios not measured now."""
         if earlier is None or (earlier.spans, earlier.tokens) != (self.spans, self.tokens):

@@ -32,6 +32,11 @@ def test_a_ratio_that_is_asked_for_by_its_loss_is_found_kept_and_known_at_once(
     assert all(loss > 0.05 for ratio, loss in losses.items() if ratio < told["ratio"])
     assert fidelity["nll_kept"] >= 0.0
 
+    # Operators see it too.
+    metrics = server.http.get("/metrics").text
+    assert 'kvkeep_builds_total{outcome="committed"}' in metrics
+    assert "kvkeep_build_loss_nats_count" in metrics
+
     # It is an ordinary ratio from then on.
     answer = server.ask(found["id"], "How many euros are paid?")
     assert answer["ratio"] == told["ratio"]

@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 
+from kvkeep_service.build_counts import BuildCounter, BuildCounts
 from kvkeep_service.errors import (
     ContextNotReady,
     DocumentTooLong,
@@ -177,6 +178,13 @@ class ScriptedWorker:
 
     def engine_counts(self) -> EngineCounts:
         return EngineCounts(answer_seconds=2.5, build_seconds=1.5, out_of_memory=1, shed=0)
+
+    def build_counts(self) -> BuildCounts:
+        counter = BuildCounter()
+        for loss in (0.015, 0.1, 2.0, None):
+            counter.committed({"prefill_s": 1.5}, loss)
+        counter.failed("max_loss_unreachable")
+        return counter.counts
 
     def cache_counts(self) -> CacheCounts:
         return CacheCounts(

@@ -31,6 +31,15 @@ def test_what_the_worker_counts_is_shown(api: ApiServer) -> None:
     assert shown["kvkeep_engine_alive", ()] == 1
     assert shown["kvkeep_pinned_caches", ()] == 0
     assert shown["kvkeep_kernels_healthy", (("backend", "torch"),)] == 1
+    assert shown["kvkeep_builds_total", (("outcome", "committed"),)] == 4
+    assert shown["kvkeep_builds_total", (("outcome", "max_loss_unreachable"),)] == 1
+    assert shown["kvkeep_build_seconds_total", (("phase", "prefill"),)] == 6.0
+    assert shown["kvkeep_build_loss_nats_bucket", (("le", "0.01"),)] == 0
+    assert shown["kvkeep_build_loss_nats_bucket", (("le", "0.02"),)] == 1
+    assert shown["kvkeep_build_loss_nats_bucket", (("le", "0.1"),)] == 2
+    assert shown["kvkeep_build_loss_nats_bucket", (("le", "1.0"),)] == 2
+    assert shown["kvkeep_build_loss_nats_count", ()] == 3
+    assert shown["kvkeep_build_loss_nats_sum", ()] == pytest.approx(2.115)
     assert shown["kvkeep_cache_hits_total", ()] == 3
     assert shown["kvkeep_cache_misses_total", (("reason", "ratio"),)] == 1
     assert shown["kvkeep_loads_total", (("source", "store"),)] == 2
@@ -78,7 +87,8 @@ def test_no_label_names_what_belongs_to_a_tenant(api: ApiServer) -> None:
     context = api.create()
     api.client.get("/contexts/ctx_00000000000000000000000000")
     api.client.post(f"/contexts/{context['id']}/query", json={"question": "when?"})
-    allowed = {"backend", "code", "kind", "le", "origin", "reason", "source", "what", "work"}
+    allowed = {"backend", "code", "kind", "le", "origin", "outcome", "phase", "reason", "source"}
+    allowed |= {"what", "work"}
     for _, labels in scrape(api.client):
         assert {name for name, _ in labels} <= allowed
         assert dict(labels).get("code", "internal") in CATALOGUE

@@ -60,3 +60,10 @@ def test_what_was_measured_before_is_kept_where_the_same_tokens_were_counted() -
     assert both.at(0.3) == now.at(0.3)
     assert now.with_those_of(replace(MEASURED, tokens=36)) == now
     assert now.with_those_of(None) == now
+
+
+def test_a_loss_is_what_was_measured_beyond_the_full_cache_and_never_below_nothing() -> None:
+    better = replace(MEASURED, nll_full=0.58)
+    assert MEASURED.loss(0.3) == pytest.approx(0.55 - MEASURED.nll_full)
+    assert (better.loss(0.3), better.loss(0.2)) == (0.0, pytest.approx(0.02))
+    assert MEASURED.loss(0.25) is None
