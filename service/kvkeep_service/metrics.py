@@ -153,7 +153,7 @@ def _of_builds(counts: BuildCounts) -> Iterator[Metric]:
     )
     for phase, spent in counts.seconds.items():
         seconds.add_metric([phase.removesuffix("_s")], spent)
-    names = [*(f"{nats:g}" for nats in LOSS_NATS), "+Inf"]
+    names = [*map(str, LOSS_NATS), "+Inf"]
     lost = HistogramMetricFamily(
         "kvkeep_build_loss_nats",
         "What committed builds lost at their ratio, nats per token, where it was measured.",
