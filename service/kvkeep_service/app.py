@@ -18,12 +18,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvkeep_service.api.application import build_application
+from kvkeep_service.api.starting import starting_application
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.engine.self_check import check_attention
 from kvkeep_service.free_memory import engine_memory_bytes
 from kvkeep_service.head_score_files import read_head_scores
 from kvkeep_service.host_tier import HostTier, pinned_memory
+from kvkeep_service.listener import answering
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
@@ -118,13 +120,16 @@ def _host_tier(settings: Settings, loaded: LoadedModel) -> HostTier | None:
     return HostTier(settings.host_bytes, pinned_memory)
 
 
-async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+async def serve(
+    settings: Settings, listener: socket.socket, announce: Callable[[str], None]
+) -> None:
     """Run the server until SIGTERM or SIGINT, then drain and return.
 
-    ``announce`` is called once with the URL when requests are answered.
+    ``listener`` listens already; it is closed at the end. ``announce`` is called once, with the
+    URL, when requests are answered.
     Raises: StartRefused, and the storage errors of ``open_stores``.
     """
-    serving = asyncio.create_task(_serve(settings, announce))
+    serving = asyncio.create_task(_serve(settings, listener, announce))
     # Until uvicorn has handlers of its own: a Valkey that was started must be stopped.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
     try:
@@ -135,16 +140,24 @@ async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             raise
 
 
-async def _serve(settings: Settings, announce: Callable[[str], None]) -> None:
+async def _serve(
+    settings: Settings, listener: socket.socket, announce: Callable[[str], None]
+) -> None:
     loop = asyncio.get_running_loop()
-    with _bound_socket(settings) as listener:
-        async with open_stores(settings) as stores:
-            # A thread of its own: the loop would wait for one of its own, for minutes perhaps.
-            own = ThreadPoolExecutor(1)
-            loaded = await loop.run_in_executor(own, load_configured_model, settings)
-            async with running_application(settings, loaded, stores) as (app, worker):
-                loop.remove_signal_handler(signal.SIGTERM)
-                await _serve_http(app, worker, listener, announce)
+    async with open_stores(settings) as stores:
+        loaded = await _loaded(settings, listener)
+        async with running_application(settings, loaded, stores) as (app, worker):
+            loop.remove_signal_handler(signal.SIGTERM)
+            await _serve_http(app, worker, listener, announce)
+
+
+async def _loaded(settings: Settings, listener: socket.socket) -> LoadedModel:
+    """Load the model; meanwhile whoever asks is told so. Raises: StartRefused."""
+    async with answering(listener, starting_application(settings.body_limit_bytes)):
+        # A thread of its own: the loop would wait for one of its own, for minutes perhaps.
+        own = ThreadPoolExecutor(1)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(own, load_configured_model, settings)
 
 
 async def _serve_http(
@@ -162,31 +175,6 @@ async def _serve_http(
         timeout_graceful_shutdown=_DRAIN_SECONDS,
     )
     await _Server(config, worker, announce).serve(sockets=[listener])
-
-
-def _bound_socket(settings: Settings) -> socket.socket:
-    """Take the port before the model is loaded; nobody can connect until the server listens.
-
-    Raises: SettingsInvalid, when the address cannot be had.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # Named as TCP, or asyncio leaves Nagle's algorithm on: 40 ms a request.
-        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        problem = (
-            f"KVKEEP_HOST = {settings.host!r}, KVKEEP_PORT = {settings.port}: {error.strerror}"
-        )
-        raise SettingsInvalid([problem]) from error
-    return listener
 
 
 def load_configured_model(settings: Settings) -> LoadedModel:

@@ -83,13 +83,24 @@ def serve(
         "head_scores": head_scores,
     }
     settings = settings_from(flags)
-    if settings.store is not None:
-        run(open_objects(settings.store, settings.faults))
-    # Imported here: torch takes seconds, and what is wrong should be told at once.
-    from kvkeep_service.app import serve as serve_application
+    # Imported here and below: torch takes seconds, and what is wrong should be told at once.
+    from kvkeep_service.listener import open_listener
 
-    typer.echo(f"loading model {settings.model} …", err=True)
-    run(serve_application(settings, lambda url: typer.echo(f"kvkeep is ready at {url}")))
+    try:
+        listener = open_listener(settings)
+    except StartRefused as error:
+        raise refused(error) from error
+    with listener:
+        if settings.store is not None:
+            run(open_objects(settings.store, settings.faults))
+        from kvkeep_service.app import serve as serve_application
+
+        typer.echo(f"loading model {settings.model} …", err=True)
+        run(
+            serve_application(
+                settings, listener, lambda url: typer.echo(f"kvkeep is ready at {url}")
+            )
+        )
 
 
 @app.command()

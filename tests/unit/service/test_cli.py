@@ -1,5 +1,6 @@
 """The server's command: what it says, with which exit code, and that it says so at once."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,7 +85,10 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
 ) -> None:
     served: list[Settings] = []
 
-    async def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+    async def serve(
+        settings: Settings, listener: socket.socket, announce: Callable[[str], None]
+    ) -> None:
+        assert listener.getsockname()[0] == "127.0.0.2"
         served.append(settings)
         announce("http://127.0.0.1:1234")
 
@@ -93,7 +97,7 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
     result = run(
         *("serve", "--model", "some/model", "--data", str(tmp_path), "--port", "0"),
         *("--redis-url", "redis://r", "--store", "file:///s", "--device", "cpu"),
-        *("--dtype", "bfloat16", "--chat-template", str(template), "--host", "::1"),
+        *("--dtype", "bfloat16", "--chat-template", str(template), "--host", "127.0.0.2"),
         *("--head-scores", str(tmp_path / "heads.json")),
     )
     assert result.exit_code == 0
@@ -104,7 +108,7 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
         model="some/model",
         data=tmp_path,
         port=0,
-        host="::1",
+        host="127.0.0.2",
         redis_url="redis://r",
         store="file:///s",
         device="cpu",
@@ -114,12 +118,27 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
     )
 
 
+def test_a_port_that_is_taken_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        program = (
+            "import sys; from kvkeep_service import cli\n"
+            f"try: cli.app(['serve', '--data', {str(tmp_path)!r}, '--port', '{port}'])\n"
+            "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        )
+    assert result.stdout == "2 False\n"
+    assert f"KVKEEP_PORT = {port}: Address already in use" in result.stderr
+
+
 def test_a_start_that_is_refused_later_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     async def serve(*_: object) -> None:
         raise ModelUnavailable("some/model", "there is no such file")
 
     monkeypatch.setattr(app_module, "serve", serve)
-    result = run("serve", "--model", "some/model")
+    result = run("serve", "--model", "some/model", "--port", "0")
     assert result.exit_code == 2
     assert "'some/model' cannot be loaded: there is no such file" in result.stderr
     assert "Traceback" not in result.output
