@@ -23,9 +23,9 @@ from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.config import Settings
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens, Progress, build
 from kvkeep_service.engine.cache import ContextView, Tail
-from kvkeep_service.engine.decode import QuestionPass
 from kvkeep_service.engine.fidelity import LEAD_TOKENS, SPAN_TOKENS, sample_of
 from kvkeep_service.engine.model import LanguageModel, load_model
+from kvkeep_service.engine.passes import QuestionPass
 from kvkeep_service.plan import BANDS, band_ratios
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts, chunk_tokens
 

@@ -20,7 +20,7 @@ from kvkeep_kernels.quantize import channel_mean, quantize_kv
 from kvkeep_service.config import load_settings
 from kvkeep_service.engine.build import DocumentTokens, build
 from kvkeep_service.engine.cache import ContextView, ResidentContext, Tail
-from kvkeep_service.engine.decode import QuestionPass
+from kvkeep_service.engine.passes import QuestionPass
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "alice.txt"
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from kvkeep_service.engine.answering import QueryTask
 from kvkeep_service.engine.cache import ContextView
 from kvkeep_service.engine.decode import Sequence as Asked
 from kvkeep_service.engine.decode import SequenceOptions
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.scheduler import Scheduler
+from kvkeep_service.engine.transfer import Found
 from kvkeep_service.errors import Overloaded
 
 _PATIENCE_SECONDS = 120
@@ -76,9 +75,9 @@ class _Timed(Asked):
     submitted_at: float
     token_times: list[float]
 
-    def accept(self, logits: Tensor) -> str:
+    def accept(self, next_token: Found) -> str:
         """As ``Sequence.accept``."""
-        text = super().accept(logits)
+        text = super().accept(next_token)
         self.token_times.append(time.perf_counter())
         return text
 

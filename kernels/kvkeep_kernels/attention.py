@@ -26,6 +26,7 @@ from kvkeep_kernels.layout import (
     ShapeError,
     check_bounds,
     check_tail,
+    runs_on_host,
 )
 from kvkeep_kernels.quantize import code_values
 
@@ -232,8 +233,7 @@ def _context_part(by_head: Tensor, context: ContextRows, scale: float) -> Attend
     heads, rows, _ = by_head.shape
     out = torch.zeros_like(by_head)
     lse = torch.full((heads, rows), -torch.inf, device=by_head.device)
-    starts, lengths = context.start.tolist(), context.length.tolist()
-    for head, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+    for head, (start, length) in enumerate(runs_on_host(context)):
         if length:
             run = slice(start, start + length)
             mean = None if context.k_mean is None else context.k_mean[head].float()

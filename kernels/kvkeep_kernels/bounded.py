@@ -13,6 +13,7 @@ from kvkeep_kernels.layout import (
     DenseKV,
     LogitBounds,
     QuantizedKV,
+    runs_on_host,
 )
 from kvkeep_kernels.quantize import code_values
 
@@ -72,8 +73,8 @@ def _visible(token: Tensor, positions: Tensor, tail_tokens: int, window: int | N
 
 def _head(context: ContextRows, head: int) -> tuple[Tensor, Tensor, Tensor]:
     """K and V of one head in fp32, and where its rows stand, counted from a tail's first."""
-    first = int(context.start[head])
-    run = slice(first, first + int(context.length[head]))
+    first, length = runs_on_host(context)[head]
+    run = slice(first, first + length)
     positions = torch.full((run.stop - run.start,), -1, device=context.k.device)
     if context.placement is not None:
         positions = context.placement.positions[run].long() - context.placement.end

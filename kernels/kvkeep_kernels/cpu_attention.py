@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep_kernels import stock_flash
-from kvkeep_kernels.layout import DecodeGroup, RaggedKV
+from kvkeep_kernels.layout import DecodeGroup, RaggedKV, runs_on_host
 
 _SEGMENT_ROWS = 512
 """Shorter segments than these gain less than it costs a second thread to wake."""
@@ -142,9 +142,9 @@ def segments(context: RaggedKV) -> Sequence[HeadSegments | None]:
     threads = torch.get_num_threads() if context.k.device.type == "cpu" else 1
     found = context.prepared.get(threads)
     if found is None:
-        starts, lengths = context.start.tolist(), context.length.tolist()
-        count = max(1, min(threads, max(lengths) // _SEGMENT_ROWS))
-        runs = zip(starts, lengths, strict=True)
+        runs = runs_on_host(context)
+        longest = max(length for _, length in runs)
+        count = max(1, min(threads, longest // _SEGMENT_ROWS))
         found = [_cut(context, start, length, count) if length else None for start, length in runs]
         context.prepared[threads] = found
     return found

@@ -92,6 +92,7 @@ class RaggedKV:
     ``start[h] : start[h] + length[h]``. Inside a head the order is protected rows first,
     then importance descending, so any shorter ``length`` is a valid, smaller cache.
     ``prepared``: what a CPU made of start and length, by number of threads, for every later step.
+    ``host_runs``: for ``runs_on_host``.
     Limits: attention does not depend on the order of rows; nothing here checks it.
     """
 
@@ -101,6 +102,9 @@ class RaggedKV:
     length: Tensor
     placement: Placement | None = None
     prepared: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    host_runs: list[tuple[int, int]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.k.ndim != 2 or self.k.shape != self.v.shape:
@@ -169,6 +173,9 @@ class QuantizedKV:
     length: Tensor
     dtype: torch.dtype
     placement: Placement | None = None
+    host_runs: list[tuple[int, int]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.k.ndim != 2:
@@ -221,6 +228,17 @@ class QuantizedKV:
 
 ContextRows = RaggedKV | QuantizedKV
 """The compressed KV of one layer, in either form."""
+
+
+def runs_on_host(context: ContextRows) -> list[tuple[int, int]]:
+    """Start and length of every head's run, for code that cuts them where torch serves.
+
+    Waits for the device at the first call for a context, and at no other.
+    """
+    if not context.host_runs:
+        starts, lengths = context.start.tolist(), context.length.tolist()
+        context.host_runs.extend(zip(starts, lengths, strict=True))
+    return context.host_runs
 
 
 def check_bounds(context: ContextRows, bounds: LogitBounds) -> None:

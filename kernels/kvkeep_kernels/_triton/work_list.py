@@ -12,6 +12,7 @@ The host writes addresses; lengths stay on the device, which cuts the runs itsel
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -91,20 +92,13 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
     largest = num_tiles = num_sequences = 0
     for group in batch.groups:
         context = group.context
-        k, v = addressable(context.k), addressable(context.v)
-        start, length = context.start.contiguous(), context.length.contiguous()
-        halves = _halves(context)
-        held += [k, v, start, length, *(half for half in halves if half is not None)]
+        described = describe(context)
+        held += described.held
         for cut in range(0, len(group.tails), members_max):
             tails = group.tails[cut : cut + members_max]
-            tiles += [k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)]
-            tiles += [start.data_ptr(), length.data_ptr(), num_sequences, len(tails)]
-            scales += [0 if half is None else half.data_ptr() for half in halves]
-            if context.placement is None:
-                places += [0, 0]
-            else:
-                places += [context.placement.positions.data_ptr(), context.placement.end]
-                held.append(context.placement.positions)
+            tiles += [*described.tile, num_sequences, len(tails)]
+            scales += described.scales
+            places += described.place
             for tail in tails:
                 own_k, own_v = addressable(tail.k), addressable(tail.v)
                 held += [own_k, own_v]
@@ -127,6 +121,33 @@ def tabulate(batch: DecodeBatch, group_size: int) -> DecodeTables:
         first.num_kv_heads,
         max(16, triton.next_power_of_2(largest * group_size)),
         tuple(held),
+    )
+
+
+class Described(NamedTuple):
+    """A context's columns: those of a tile but its members, of scales, and of its place."""
+
+    tile: list[int]
+    scales: list[int]
+    place: list[int]
+    held: list[Tensor]
+
+
+def describe(context: ContextRows) -> Described:
+    """What tables say of a context. The addresses are good while ``held`` is."""
+    k, v = addressable(context.k), addressable(context.v)
+    start, length = context.start.contiguous(), context.length.contiguous()
+    halves = _halves(context)
+    held = [k, v, start, length, *(half for half in halves if half is not None)]
+    place = [0, 0]
+    if context.placement is not None:
+        place = [context.placement.positions.data_ptr(), context.placement.end]
+        held.append(context.placement.positions)
+    return Described(
+        [k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), start.data_ptr(), length.data_ptr()],
+        [0 if half is None else half.data_ptr() for half in halves],
+        place,
+        held,
     )
 
 

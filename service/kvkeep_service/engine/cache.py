@@ -101,6 +101,14 @@ class Tail:
         """Bytes of its buffers, room that is not used yet included."""
         return self._kv.nbytes
 
+    @property
+    def buffer(self) -> Tensor:
+        """Its rows and what room it has, [layers, K and V, heads, capacity, head_dim].
+
+        Growing replaces it.
+        """
+        return self._kv
+
     def copied(self, tokens: int) -> "Tail":
         """The rows of its first ``tokens`` tokens in a tail of its own, with room for no more."""
         copy = Tail.__new__(Tail)

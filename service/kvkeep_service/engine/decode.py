@@ -1,6 +1,7 @@
 """Sequences and their forwards: a question's tokens in slices, then one token for all at once."""
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,14 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.attention import ragged_decode_batch, ragged_prefill
-from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, RaggedKV
-from kvkeep_kernels.padded_tails import Readers, decode_padded
+from kvkeep_kernels.backend import uses_triton
+from kvkeep_kernels.layout import RaggedKV
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
+from kvkeep_service.engine.graphs import CudaCapture, DeviceSteps
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.passes import (
+    DecodePass,
+    PaddedDecodePass,
+    QuestionsPass,
+    Slice,
+    by_context,
+)
 from kvkeep_service.engine.sampling import PickedToken, Sampler, SamplingOptions, picked
 from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile
+from kvkeep_service.engine.transfer import Found, found, to_device
 from kvkeep_service.ports import FinishReason
 
 QUESTION_SLICE_TOKENS = 256
@@ -102,19 +111,28 @@ class Sequence:
         """Whether the whole question has been read."""
         return self.tail.tokens >= len(self.question_ids)
 
-    def accept(self, logits: Tensor) -> str:
-        """Pick the next token from [vocabulary] logits; return the text that became certain.
+    @property
+    def needs_logits(self) -> bool:
+        """Whether ``accept`` reads all logits, and not only which one is the highest."""
+        return self._options.top_logprobs is not None or not self._sampler.is_greedy
+
+    def accept(self, next_token: Found) -> str:
+        """Pick the next token; return the text that became certain.
 
         A stop token ends the answer and is counted among the generated tokens, but has no text.
         Raises: FloatingPointError for logits that are not finite: no token follows from them.
         """
-        if not bool(torch.isfinite(logits).all()):
+        if not next_token.is_finite:
             raise FloatingPointError("the model gave logits that are not finite")
-        token = self._sampler.pick(logits)
+        token, logits = next_token.best, next_token.logits
+        if not self._sampler.is_greedy:
+            assert logits is not None, "they were asked for"
+            token = self._sampler.pick(logits)
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.generated.append(token)
         if self._options.top_logprobs is not None:
+            assert logits is not None, "they were asked for"
             self.logprobs.append(picked(logits, token, self._options.top_logprobs))
         if token in self._stop_ids:
             self.finish_reason = "stop"
@@ -149,7 +167,7 @@ def prefill_questions(
     Modifies the sequences and their tails, which stay as they were when the forward fails.
     """
     now = time.perf_counter()
-    slices: list[_Slice] = []
+    slices: list[Slice] = []
     positions: list[int] = []
     token_ids: list[int] = []
     for sequence in sequences:
@@ -159,48 +177,88 @@ def prefill_questions(
         sequence.tail.reserve(len(piece))
         is_last = sequence.tail.tokens + len(piece) == len(sequence.question_ids)
         start = len(token_ids)
-        slices.append(_Slice(sequence, start, start + len(piece), is_last))
+        slices.append(Slice(sequence, start, start + len(piece), is_last))
         positions += range(sequence.position, sequence.position + len(piece))
         token_ids += piece
-    hidden = model.hidden(
-        torch.tensor([token_ids]), torch.tensor([positions]), _QuestionsPass(slices)
-    )
-    ends = [one.stop - 1 for one in slices if one.is_last]
-    logits = iter(model.logits(hidden[0, ends]) if ends else ())
+    inputs = to_device(torch.tensor([[token_ids], [positions]]), model.device)
+    hidden = model.hidden(inputs[0], inputs[1], QuestionsPass(slices))
     for one in slices:
         one.sequence.tail.extend(one.stop - one.start)
-    return [_accepted(one.sequence, next(logits)) if one.is_last else None for one in slices]
+    read = [one for one in slices if one.is_last]
+    outcomes: dict[int, str | Exception] = {}
+    if read:
+        last = torch.stack([hidden[0, one.stop - 1] for one in read])
+        outcomes = _handed_out(model.logits(last), [one.sequence for one in read])
+    return [outcomes.get(id(sequence)) for sequence in sequences]
+
+
+def kept_between_steps(
+    model: LanguageModel,
+    *,
+    captures: bool = False,
+    on_graphs_held: Callable[[int], None] = lambda _: None,
+) -> TailBatch | DeviceSteps:
+    """What ``decode_step`` wants to find again at the next step of the same model.
+
+    ``captures``: whether a GPU replays graphs; then ``on_graphs_held`` as ``DeviceSteps``.
+    """
+    if not uses_triton(model.device):
+        return TailBatch(model.shape, dtype=model.dtype)
+    is_captured = captures and model.device.type == "cuda"
+    return DeviceSteps(model, CudaCapture(model.device) if is_captured else None, on_graphs_held)
 
 
 def decode_step(
-    model: LanguageModel, sequences: Several[Sequence], together: TailBatch | None = None
+    model: LanguageModel,
+    sequences: Several[Sequence],
+    together: TailBatch | DeviceSteps | None = None,
 ) -> list[str | Exception]:
     """One token for every running sequence, in one forward.
 
-    ``together`` is kept by the caller from step to step: with it, many tails cost less.
+    ``together`` is ``kept_between_steps`` by the caller: with it, many tails cost less, or a step's
+    launches. The host waits for the device once, for what it found.
     Returns each one's new text, or what picking its token raised, which spares the others.
     Modifies every sequence and its tail, or, when the forward fails, none.
     """
     for sequence in sequences:
         sequence.tail.reserve(1)
-    ordered = sequences
-    attention: _DecodePass | _PaddedDecodePass
+    if uses_triton(model.device):
+        steps = together if isinstance(together, DeviceSteps) else DeviceSteps(model)
+        outcomes = _on_device(steps, sequences)
+    else:
+        assert not isinstance(together, DeviceSteps), "made for another device"
+        outcomes = _on_host(model, sequences, together)
+    return [outcomes[id(sequence)] for sequence in sequences]
+
+
+def _on_device(steps: DeviceSteps, sequences: Several[Sequence]) -> dict[int, str | Exception]:
+    rows, logits = steps.step(sequences)
+    for sequence in sequences:
+        sequence.tail.extend(1)
+    return _handed_out(logits, rows)
+
+
+def _on_host(
+    model: LanguageModel, sequences: Several[Sequence], together: TailBatch | None
+) -> dict[int, str | Exception]:
+    """A step where torch serves, whose calls depend on lengths; also of a GPU without Triton."""
+    attention: DecodePass | PaddedDecodePass
     has_windows = bool(model.shape.windows)
     if together is not None and not has_windows and _is_padding_worthwhile(sequences):
         ordered = [sequences[n] for n in together.arrange([one.tail for one in sequences])]
-        attention = _PaddedDecodePass(ordered, together)
+        attention = PaddedDecodePass(ordered, together)
     else:
-        attention = _DecodePass(sequences)
+        ordered = [sequences[n] for n in by_context(sequences)]
+        attention = DecodePass(ordered)
         if together is not None:
             together.clear()
-    token_ids = torch.tensor([[sequence.generated[-1]] for sequence in ordered])
-    positions = torch.tensor([[sequence.position] for sequence in ordered])
-    hidden = model.hidden(token_ids, positions, attention)
+    token_ids = [[sequence.generated[-1]] for sequence in ordered]
+    positions = [[sequence.position] for sequence in ordered]
+    inputs = to_device(torch.tensor([token_ids, positions]), model.device)
+    hidden = model.hidden(inputs[0], inputs[1], attention)
     logits = model.logits(hidden[:, -1])
     attention.extend()
-    pairs = zip(ordered, logits, strict=True)
-    outcomes = {id(sequence): _accepted(sequence, row) for sequence, row in pairs}
-    return [outcomes[id(sequence)] for sequence in sequences]
+    return _handed_out(logits, ordered)
 
 
 def _is_padding_worthwhile(sequences: Several[Sequence]) -> bool:
@@ -209,116 +267,16 @@ def _is_padding_worthwhile(sequences: Several[Sequence]) -> bool:
     return is_plain and is_worthwhile([sequence.tail for sequence in sequences])
 
 
-def _accepted(sequence: Sequence, logits: Tensor) -> str | Exception:
+def _handed_out(logits: Tensor, sequences: Several[Sequence | None]) -> dict[int, str | Exception]:
+    """What each sequence makes of its row, by the sequence's id; the only wait of a step."""
+    rows = found(logits, [one is not None and one.needs_logits for one in sequences])
+    pairs = zip(sequences, rows, strict=True)
+    return {id(one): _accepted(one, row) for one, row in pairs if one is not None}
+
+
+def _accepted(sequence: Sequence, next_token: Found) -> str | Exception:
     try:
-        return sequence.accept(logits)
+        return sequence.accept(next_token)
     # Whatever it was, it is one sequence's and not the batch's.
     except Exception as error:  # noqa: BLE001
         return error
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A piece of one question, ``start`` to ``stop`` among the tokens of a forward."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    is_last: bool
-
-
-class QuestionPass:
-    """New tokens of one question: the whole context visible, its own tail causally."""
-
-    def __init__(self, context: ContextView, tail: Tail) -> None:
-        self._context = context
-        self._tail = tail
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``, batch 1. Modifies the tail."""
-        if self._context.arrival is not None:
-            self._context.arrival.wait(layer)
-        own, bounds = self._tail.write(layer, k[0], v[0]), self._tail.bounds(layer)
-        rows = self._context.layers[layer]
-        return ragged_prefill(q[0], rows, own, scale=scale, bounds=bounds)[None]
-
-
-class _QuestionsPass:
-    """Slices of several questions in one row, each attending as if it were alone."""
-
-    def __init__(self, slices: Several[_Slice]) -> None:
-        self._parts = [
-            (slice(one.start, one.stop), QuestionPass(one.sequence.context, one.sequence.tail))
-            for one in slices
-        ]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``, batch 1. Modifies the tails."""
-        outs = [
-            part.attend(layer, q[:, :, rows], k[:, :, rows], v[:, :, rows], scale)
-            for rows, part in self._parts
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
-
-
-class _DecodePass:
-    """One new token of every sequence; those on one context read its rows together."""
-
-    def __init__(self, sequences: Several[Sequence]) -> None:
-        self._sequences = sequences
-        groups: dict[int, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            groups.setdefault(id(sequence.context), []).append(index)
-        self._groups = list(groups.values())
-        order = [index for members in self._groups for index in members]
-        # Copying rows into the order they are in costs as much as a part of the attention.
-        self._order = None if order == sorted(order) else torch.tensor(order)
-
-    def extend(self) -> None:
-        """Count the rows that every layer has now written. Modifies the tails."""
-        for sequence in self._sequences:
-            sequence.tail.extend(1)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``, one token each. Modifies the tails."""
-        groups = []
-        for members in self._groups:
-            rows = self._sequences[members[0]].context.layers[layer]
-            tails = (self._sequences[m].tail.write(layer, k[m], v[m]) for m in members)
-            groups.append(DecodeGroup(rows, tuple(tails)))
-        batch = DecodeBatch(tuple(groups))
-        bounds = self._sequences[0].tail.bounds(layer)
-        if self._order is None:
-            out = ragged_decode_batch(q[:, :, 0], batch, scale=scale, bounds=bounds)
-            return out[:, :, None]
-        out = torch.empty_like(q)
-        ordered = q[self._order, :, 0]
-        out[self._order, :, 0] = ragged_decode_batch(ordered, batch, scale=scale, bounds=bounds)
-        return out
-
-
-class _PaddedDecodePass:
-    """As ``_DecodePass``, over plain rows of a CPU, in the order of a batch of tails."""
-
-    def __init__(self, sequences: Several[Sequence], together: TailBatch) -> None:
-        self._together = together
-        members: dict[int, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            members.setdefault(id(sequence.context), []).append(index)
-        self._groups = [
-            (sequences[places[0]].context, torch.tensor(places)) for places in members.values()
-        ]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``, one token each. Modifies the batch of tails."""
-        tails = self._together.write(layer, k[:, :, 0], v[:, :, 0])
-        groups = []
-        for context, members in self._groups:
-            rows = context.layers[layer]
-            assert isinstance(rows, RaggedKV), "asked before the batch was made"
-            groups.append(Readers(rows, members))
-        return decode_padded(q[:, :, 0], groups, tails, scale=scale)[:, :, None]
-
-    def extend(self) -> None:
-        """As ``_DecodePass.extend``."""
-        self._together.extend()

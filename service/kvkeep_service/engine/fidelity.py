@@ -22,8 +22,8 @@ from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.layout import ContextRows
 from kvkeep_service.auto_ratio import cautious_losses
 from kvkeep_service.engine.cache import ContextView, Tail
-from kvkeep_service.engine.decode import QuestionPass
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.passes import QuestionPass
 from kvkeep_service.ports import Fidelity, RatioFidelity
 
 SPAN_TOKENS = 48

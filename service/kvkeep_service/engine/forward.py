@@ -32,6 +32,12 @@ class LayeredForward:
             block = self._decoder.layers[layer]
             self._hidden = block(self._hidden, **self._arguments(layer, attention))
 
+    def finish(self) -> Tensor:
+        """Last hidden states [batch, tokens, hidden], behind the last norm."""
+        with torch.inference_mode():
+            states: Tensor = self._decoder.norm(self._hidden)
+        return states
+
     def attend_only(self, layer: int, attention: AttentionPass) -> None:
         """The last layer of a forward whose hidden states nobody reads: no more than attention.
 

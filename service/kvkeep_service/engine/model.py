@@ -27,7 +27,6 @@ from kvkeep_service.engine.architecture import (
 )
 from kvkeep_service.engine.attention import (
     ATTENTION_NAME,
-    PASS_ARGUMENT,
     AttentionPass,
     register_attention,
 )
@@ -63,15 +62,13 @@ class LanguageModel:
         Shapes: token_ids, positions [batch, tokens] int64. Returns [batch, tokens, hidden].
         Modifies: whatever KV the pass owns.
         """
-        with torch.inference_mode():
-            out = self._model.model(
-                input_ids=token_ids.to(self.device),
-                position_ids=positions.to(self.device),
-                use_cache=False,
-                **{PASS_ARGUMENT: attention},
-            )
-        states: Tensor = out.last_hidden_state
-        return states
+        # The decoder's own forward asks the device whether positions have gaps, and waits.
+        forward = LayeredForward(
+            self._model.model, token_ids.to(self.device), positions.to(self.device)
+        )
+        for layer in range(self.shape.num_layers):
+            forward.run_layer(layer, attention)
+        return forward.finish()
 
     def begin(self, token_ids: Tensor, positions: Tensor) -> LayeredForward:
         """A forward of new tokens that is taken from layer to layer by whoever asks for it.

@@ -50,11 +50,17 @@ class Sampler:
         else:
             self._generator.manual_seed(options.seed)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the highest logit is picked, whatever the others are: nobody has to draw."""
+        return self._options.temperature == 0.0
+
     def pick(self, logits: Tensor) -> int:
-        """Pick the next token id from [vocabulary] fp32 logits. Modifies the generator only."""
-        if self._options.temperature == 0.0:
-            return int(logits.argmax())
-        ranked, ids = torch.sort(logits.cpu().double(), descending=True, stable=True)
+        """Draw the next token id from [vocabulary] fp32 logits of the host.
+
+        Modifies the generator only.
+        """
+        ranked, ids = torch.sort(logits.double(), descending=True, stable=True)
         # Relative to the best, so that a tiny temperature gives -inf and not NaN.
         ranked = (ranked - ranked[0]) / max(self._options.temperature, _TINY)
         if self._options.top_k:
@@ -70,8 +76,8 @@ class Sampler:
 def picked(logits: Tensor, token_id: int, top: int) -> PickedToken:
     """The probability of a token, and of the ``top`` likeliest ones.
 
-    ``logits`` [vocabulary] are the model's own, before temperature, top-k and top-p; the
-    log-softmax is computed in fp32.
+    ``logits`` [vocabulary], on the host, are the model's own, before temperature, top-k and top-p;
+    the log-softmax is computed in fp32.
     """
     logprobs = torch.log_softmax(logits.float(), dim=0)
     best = torch.topk(logprobs, min(top, len(logprobs)))

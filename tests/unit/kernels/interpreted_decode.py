@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from kvkeep_kernels import reference
 from kvkeep_kernels._triton import codes, decode, softmax, work_list
 from kvkeep_kernels.attention import ragged_decode, ragged_decode_batch
-from kvkeep_kernels.layout import CodeKind, DecodeBatch, DecodeGroup, DenseKV, RaggedKV
+from kvkeep_kernels.layout import (
+    UNBOUNDED,
+    CodeKind,
+    DecodeBatch,
+    DecodeGroup,
+    DenseKV,
+    RaggedKV,
+)
+from kvkeep_kernels.step_tables import StepGroup, StepShape, StepTables
 
 from ...support.ragged_values import KINDS, dense, quantized, ragged
 from ...support.triton_interpreter import bf16_products, mutated, poisoned_memory
@@ -175,6 +183,38 @@ def test_tails_advanced_on_the_device_are_read_to_their_new_ends() -> None:
     out = decode.launch(q, tables, scale=SCALE)
     expected = reference.ragged_decode(q, context, [buffer], scale=SCALE)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [None, "int4"])
+def test_a_step_with_room_for_more_sequences_equals_the_oracle(kind: CodeKind | None) -> None:
+    layers = [batch_of([((0, 70), (3, 2)), ((9, 40), (64,))], 64, kinds=(kind,)) for _ in range(2)]
+    shape = StepShape((UNBOUNDED,) * 2, 4, 2, 1, 64, torch.float32, kind, tile_rows=16)
+    buffer = torch.zeros(shape.numbers, dtype=torch.int64)
+    tables = StepTables(shape, buffer)
+    groups, new = [], torch.zeros(2, 2, 4, 2, 64)
+    place = 0
+    for group in range(2):
+        buffers = []
+        for member in range(len(layers[0].groups[group].tails)):
+            own = [batch.groups[group].tails[member] for batch in layers]
+            # The last row is the new one, which the step writes itself.
+            buffers.append(torch.full((2, 2, 2, own[0].tokens + 3, 64), torch.nan))
+            for layer, tail in enumerate(own):
+                for which, rows in enumerate((tail.k, tail.v)):
+                    buffers[-1][layer, which, :, : tail.tokens - 1] = rows[:, :-1]
+                    new[layer, which, place] = rows[:, -1]
+            place += 1
+        contexts = [batch.groups[group].context for batch in layers]
+        groups.append(StepGroup(contexts, tuple(buffers)))
+    buffer.copy_(torch.tensor(tables.describe(groups)))
+    tables.set_tail_tokens(torch.tensor([3, 2, 64, 1]))
+    for layer, batch in enumerate(layers):
+        q = torch.randn(4, 2, 64)
+        with poisoned_memory():
+            tables.append(layer, new[layer, 0], new[layer, 1])
+            out = tables.attend(layer, q, scale=SCALE)
+        torch.testing.assert_close(out[:3], oracle(q[:3], batch), rtol=1e-4, atol=1e-5)
+        assert torch.isfinite(out).all()
 
 
 @settings(max_examples=12)

@@ -8,7 +8,6 @@ import torch
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.decode import (
-    QuestionPass,
     Sequence,
     SequenceOptions,
     decode_step,
@@ -16,6 +15,7 @@ from kvkeep_service.engine.decode import (
 )
 from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
 from kvkeep_service.engine.model import LoadedModel, load_model
+from kvkeep_service.engine.passes import QuestionPass
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 from kvkeep_service.ports import Turn
 from kvkeep_service.start_errors import ModelUnavailable

@@ -14,6 +14,7 @@ from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler
+from kvkeep_service.engine.transfer import Found
 
 from .gated import IDLE, RATIOS, WORDS, GatedModel, Listener, answer_alone, policy
 from .models import VOCABULARY, random_document, run_build
@@ -29,10 +30,13 @@ NEAR_TIE = 1e-4
 class Measured(Sequence):
     """A sequence that notes by how much each of its tokens was the best."""
 
-    def accept(self, logits: torch.Tensor) -> str:
-        best, second = logits.topk(2).values.tolist()
+    needs_logits = True
+
+    def accept(self, next_token: Found) -> str:
+        assert next_token.logits is not None
+        best, second = next_token.logits.topk(2).values.tolist()
         self.margins = [*getattr(self, "margins", []), best - second]
-        return super().accept(logits)
+        return super().accept(next_token)
 
 
 @dataclass(frozen=True)

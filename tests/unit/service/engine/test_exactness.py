@@ -5,8 +5,8 @@ import torch
 
 from kvkeep_service.engine.build import BuiltCache, DocumentTokens
 from kvkeep_service.engine.cache import ContextView, Tail
-from kvkeep_service.engine.decode import QuestionPass, _DecodePass
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.passes import DecodePass, QuestionPass
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 
 from .masked_reference import MaskedReference
@@ -38,7 +38,7 @@ def decode_logits(
     one.tail = tail
     for token in forced:
         position = torch.tensor([[view.num_tokens + tail.tokens]])
-        hidden = model.hidden(torch.tensor([[token]]), position, _DecodePass([one]))
+        hidden = model.hidden(torch.tensor([[token]]), position, DecodePass([one]))
         tail.extend(1)
         rows.append(model.logits(hidden[:, -1])[0])
     return torch.stack(rows)

@@ -7,10 +7,10 @@ from kvkeep_service.auto_ratio import MARGIN, AutoRatio
 from kvkeep_service.engine.attention import AttentionPass
 from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.checking import LossUnreachable
-from kvkeep_service.engine.decode import QuestionPass
 from kvkeep_service.engine.fidelity import LEAD_TOKENS, SPAN_TOKENS, SideBySide, sample_of
 from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.passes import QuestionPass
 
 from .gated import policy
 from .masked_reference import MaskedReference

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvkeep_service.engine.decode import Sequence, SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.engine.scheduler import Scheduler, SchedulerStats
+from kvkeep_service.engine.transfer import Found
 from kvkeep_service.errors import Overloaded
 
 from .gated import (
@@ -46,10 +48,13 @@ class Measured(Sequence):
 
     margins: list[float]
 
-    def accept(self, logits: torch.Tensor) -> str:
-        best, second = logits.topk(2).values.tolist()
+    needs_logits = True
+
+    def accept(self, next_token: Found) -> str:
+        assert next_token.logits is not None
+        best, second = next_token.logits.topk(2).values.tolist()
         self.margins = [*getattr(self, "margins", []), best - second]
-        return super().accept(logits)
+        return super().accept(next_token)
 
 
 def run_some_at_once(
@@ -256,8 +261,9 @@ def test_a_sequence_whose_token_cannot_be_picked_fails_alone(
     view = contexts[0].context.view(0.1)
 
     class Poisoned(Sequence):
-        def accept(self, logits: torch.Tensor) -> str:
-            return super().accept(logits * torch.nan if len(self.generated) == 3 else logits)
+        def accept(self, next_token: Found) -> str:
+            is_finite = len(self.generated) != 3
+            return super().accept(replace(next_token, is_finite=is_finite))
 
     model.hold_after(0)
     good = [submit(scheduler, sequence(model, view, [n], SequenceOptions(8))) for n in range(3)]

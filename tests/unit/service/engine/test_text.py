@@ -71,7 +71,9 @@ def draws(options: SamplingOptions, count: int = 200) -> list[int]:
 
 
 def test_temperature_zero_is_greedy() -> None:
-    assert set(draws(SamplingOptions())) == {0}
+    assert Sampler(SamplingOptions()).is_greedy
+    assert not Sampler(SamplingOptions(temperature=1e-9)).is_greedy
+    assert set(draws(SamplingOptions(temperature=1e-9))) == {0}
 
 
 def test_a_seed_makes_draws_reproducible_and_another_seed_changes_them() -> None:
