@@ -77,6 +77,7 @@ async def running_application(
         threads=settings.threads,
         head_scores=read_head_scores(settings, loaded.info, loaded.language_model.shape),
         build_slice_seconds=_seconds(settings.build_slice_ms),
+        cuda_graphs=settings.cuda_graphs,
     )
     registry = Registry(
         stores,

@@ -59,6 +59,8 @@ class Settings(BaseSettings):
     """auto (CUDA when there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and cache; auto is float32 on a CPU, the model's own 16-bit type on a GPU."""
+    cuda_graphs: bool = True
+    """Whether decoding steps on a GPU are replayed from graphs; 0 launches every kernel anew."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; None leaves the choice to torch."""
     head_scores: Folder | None = None

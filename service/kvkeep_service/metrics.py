@@ -138,6 +138,14 @@ def _of_engine(counts: EngineCounts) -> Iterator[Metric]:
     seconds.add_metric(["answers"], counts.answer_seconds)
     seconds.add_metric(["builds"], counts.build_seconds)
     yield seconds
+    steps = CounterMetricFamily(
+        "kvkeep_gpu_steps", "Decoding steps on a GPU, by how they ran.", labels=["kind"]
+    )
+    steps.add_metric(["replayed"], counts.steps.replayed)
+    steps.add_metric(["launched"], counts.steps.launched)
+    yield steps
+    failed = counts.steps.graphs_failed
+    yield _counter("graphs_failed", "1 once steps are replayed from no graph any more.", failed)
     yield _counter("out_of_memory", "Forwards that found no memory.", counts.out_of_memory)
     yield _counter("shed_answers", "Answers ended for want of memory.", counts.shed)
 

@@ -70,6 +70,12 @@ class Reservations:
         with self._held(size_bytes):
             yield
 
+    def withhold(self, size_bytes: int) -> None:
+        """Take bytes out of the bound for the engine's own use; below 0, put them back."""
+        self.size_bytes -= size_bytes
+        self._on_reserved()
+        self.freed()
+
     def freed(self) -> None:
         """A cache is no longer in use: let those look again who wait."""
         self._freed.set()

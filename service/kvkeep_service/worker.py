@@ -12,6 +12,7 @@ from kvkeep_service.asking import Asking
 from kvkeep_service.bringing import ASIDE_MAX, Brought, Receiver
 from kvkeep_service.build_counts import BuildCounts
 from kvkeep_service.builder import Builder
+from kvkeep_service.engine.graphs import GraphOptions
 from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.scheduler import Scheduler
@@ -74,6 +75,7 @@ class LocalWorker:
         threads: int | None = None,
         head_scores: HeadScores | None = None,
         build_slice_seconds: float | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         """Nothing runs until ``start``. ``host`` is for a device with memory of its own.
 
@@ -90,6 +92,7 @@ class LocalWorker:
             threads=threads,
             build_slice_seconds=build_slice_seconds,
             on_memory_short=self._memory_short,
+            graphs=GraphOptions(cuda_graphs, self._graphs_held),
         )
         self._residency = Residency(
             self._bring,
@@ -297,6 +300,12 @@ class LocalWorker:
         assert self._loop is not None
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._residency.give_up_idle)
+
+    def _graphs_held(self, size_bytes: int) -> None:
+        """On the engine's thread: what graphs hold is not for caches, builds and tails."""
+        assert self._loop is not None
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._residency.reservations.withhold, size_bytes)
 
     def _load_failed(self, key: CacheKey, error: Exception) -> None:
         """A load that nobody waits for has failed; what it proved wrong is still to be rebuilt."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import triton
 
-from kvkeep_kernels._triton import compaction, decode, prefill, scoring, softmax, work_list
+from kvkeep_kernels._triton import append, compaction, decode, prefill, scoring, softmax, work_list
 from kvkeep_kernels.layout import UNBOUNDED, CodeKind, LogitBounds
 
 from .triton_aot import DTYPE_NAMES, MachineCode, compile_for
@@ -85,6 +85,19 @@ def plan_items(target: str) -> MachineCode:
         work_list.plan_items,
         {**tables, "indptr": "*i32", "items": "*i32", **numbers},
         {"HEADS": HEADS, **bytes_each, "BLOCK_N": 64, "RUNS": 256, "SLOTS": 512},
+    )
+
+
+def append_rows(target: str, head_dim: int) -> MachineCode:
+    """The newest rows of a decode step's tails."""
+    strides = [f"{name}_{axis}_stride" for name in "kv" for axis in ("sequence", "head")]
+    rows = {"k": "*bf16", "v": "*bf16", "sequences": "*i64"}
+    return compile_for(
+        target,
+        append.append_rows,
+        {**rows, **dict.fromkeys(strides, "i32")},
+        {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)},
+        num_warps=1,
     )
 
 

@@ -39,6 +39,7 @@ CONFIGURATIONS: dict[tuple[str, str], Build] = {
     ("attend_items", "fp32"): partial(builds.attend_items, dtype=_FP32, head_dim=128),
     ("plan_items", ""): builds.plan_items,
     ("merge_items", ""): partial(builds.merge_items, head_dim=128),
+    ("append_rows", ""): partial(builds.append_rows, head_dim=128),
     ("attend_shares", "bf16"): partial(builds.attend_shares, dtype=_BF16, head_dim=128),
     ("attend_shares", "int8"): partial(
         builds.attend_shares, dtype=_BF16, head_dim=128, kind="int8"

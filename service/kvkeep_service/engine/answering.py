@@ -11,11 +11,17 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from kvkeep_service.engine.arrival import NotYet
-from kvkeep_service.engine.decode import Sequence, decode_step, prefill_questions
+from kvkeep_service.engine.decode import (
+    Sequence,
+    decode_step,
+    kept_between_steps,
+    prefill_questions,
+)
+from kvkeep_service.engine.graphs import DeviceSteps, GraphOptions
 from kvkeep_service.engine.memory import attempt, give_back, is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.tail_batch import TailBatch
 from kvkeep_service.errors import MemoryShort
+from kvkeep_service.ports import StepCounts
 
 ROUND_TOKENS = 256
 """Question tokens that one round reads: bounds how long a running answer waits for new ones."""
@@ -53,16 +59,24 @@ class QueryTask:
 class Answering:
     """Reads, decodes and hands out; a forward that fails is tried again with fewer queries."""
 
-    def __init__(self, model: LanguageModel, on_memory_short: Callable[[], None]) -> None:
+    def __init__(
+        self, model: LanguageModel, on_memory_short: Callable[[], None], graphs: GraphOptions
+    ) -> None:
         """``on_memory_short`` is called on the engine's thread and returns at once."""
         self._model = model
         self._on_memory_short = on_memory_short
-        self._tails = TailBatch(model.shape, dtype=model.dtype)
+        self._tails = kept_between_steps(model, graphs)
         self.running: list[QueryTask] = []
         self._most_together: int | None = None
         self._calm_steps = 0
         self.num_out_of_memory = 0
         self.num_shed = 0
+
+    @property
+    def steps(self) -> StepCounts:
+        """How steps ran on a GPU; nothing is counted elsewhere."""
+        kept = self._tails
+        return kept.counts if isinstance(kept, DeviceSteps) else StepCounts()
 
     def drop_cancelled(self) -> None:
         """Forget those whose askers have gone."""

@@ -1,7 +1,6 @@
 """Sequences and their forwards: a question's tokens in slices, then one token for all at once."""
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from kvkeep_kernels.backend import uses_triton
 from kvkeep_kernels.layout import RaggedKV
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.detokenize import TextStream
-from kvkeep_service.engine.graphs import CudaCapture, DeviceSteps
+from kvkeep_service.engine.graphs import CudaCapture, DeviceSteps, GraphOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.passes import (
     DecodePass,
@@ -184,28 +183,20 @@ def prefill_questions(
     hidden = model.hidden(inputs[0], inputs[1], QuestionsPass(slices))
     for one in slices:
         one.sequence.tail.extend(one.stop - one.start)
-    read = [one for one in slices if one.is_last]
+    read = [number for number, one in enumerate(slices) if one.is_last]
     outcomes: dict[int, str | Exception] = {}
     if read:
-        last = torch.stack([hidden[0, one.stop - 1] for one in read])
-        outcomes = _handed_out(model.logits(last), [one.sequence for one in read])
+        last = torch.stack([hidden[0, slices[number].stop - 1] for number in read])
+        outcomes = _handed_out(model.logits(last), [sequences[number] for number in read])
     return [outcomes.get(id(sequence)) for sequence in sequences]
 
 
-def kept_between_steps(
-    model: LanguageModel,
-    *,
-    captures: bool = False,
-    on_graphs_held: Callable[[int], None] = lambda _: None,
-) -> TailBatch | DeviceSteps:
-    """What ``decode_step`` wants to find again at the next step of the same model.
-
-    ``captures``: whether a GPU replays graphs; then ``on_graphs_held`` as ``DeviceSteps``.
-    """
+def kept_between_steps(model: LanguageModel, graphs: GraphOptions) -> TailBatch | DeviceSteps:
+    """What ``decode_step`` wants to find again at the next step of the same model."""
     if not uses_triton(model.device):
         return TailBatch(model.shape, dtype=model.dtype)
-    is_captured = captures and model.device.type == "cuda"
-    return DeviceSteps(model, CudaCapture(model.device) if is_captured else None, on_graphs_held)
+    is_captured = graphs.is_on and model.device.type == "cuda"
+    return DeviceSteps(model, CudaCapture(model.device) if is_captured else None, graphs.on_held)
 
 
 def decode_step(

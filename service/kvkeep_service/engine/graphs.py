@@ -18,6 +18,7 @@ from torch import Tensor
 from kvkeep_kernels.step_tables import StepShape
 from kvkeep_service.engine.device_step import Decoding, DeviceStep, One, parts_of
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.ports import StepCounts
 from kvkeep_service.telemetry import where
 
 MOST_SHAPES: Final = 24
@@ -86,12 +87,15 @@ class CudaCapture:
         return Captured(graph.replay, logits, max(0, size_bytes))
 
 
-class GraphCounts(NamedTuple):
-    """Steps that were replayed, steps that ran as they are, and how often graphs were given up."""
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """Whether a GPU captures graphs, and who is told of their memory on the engine's thread.
 
-    replayed: int
-    eager: int
-    failed: int
+    ``on_held`` takes bytes that graphs have taken, or, below 0, given back; it returns at once.
+    """
+
+    is_on: bool = True
+    on_held: Callable[[int], None] = lambda _: None
 
 
 @dataclass(slots=True)
@@ -131,12 +135,12 @@ class DeviceSteps:
         self._on_held = on_held
         self._shaped: dict[tuple[StepShape, ...], _Shaped] = {}
         self._last: _Shaped | None = None
-        self._replayed = self._eager = self._failed = 0
+        self._replayed = self._launched = self._failed = 0
 
     @property
-    def counts(self) -> GraphCounts:
+    def counts(self) -> StepCounts:
         """Since the start. May be read from any thread."""
-        return GraphCounts(self._replayed, self._eager, self._failed)
+        return StepCounts(self._replayed, self._launched, self._failed)
 
     def step(self, sequences: Several[One]) -> Logits[One]:
         """Logits of every sequence's next token. Queues the work; does not wait for it.
@@ -171,7 +175,7 @@ class DeviceSteps:
             self._replayed += 1
             return shaped.graph.logits
         logits = shaped.step.run()
-        self._eager += 1
+        self._launched += 1
         if self._capture is not None:
             try:
                 if shaped.graph is None:

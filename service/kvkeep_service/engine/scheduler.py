@@ -22,6 +22,7 @@ from kvkeep_service.engine.arrival import LayerArrival
 from kvkeep_service.engine.build_share import BuildShare
 from kvkeep_service.engine.builds import Builds, BuildTask
 from kvkeep_service.engine.fair_queue import FairQueue
+from kvkeep_service.engine.graphs import GraphOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
 from kvkeep_service.ports import EngineCounts
@@ -56,6 +57,7 @@ class Scheduler:
         threads: int | None = None,
         build_slice_seconds: float | None = None,
         on_memory_short: Callable[[], None] = lambda: None,
+        graphs: GraphOptions = GraphOptions(),  # noqa: B008  # it is frozen
     ) -> None:
         """``max_waiting`` queries may wait; ``threads`` is for torch on a CPU, None its choice.
 
@@ -64,7 +66,7 @@ class Scheduler:
         """
         self._max_waiting = max_waiting
         self._threads = threads
-        self._answering = Answering(model, on_memory_short)
+        self._answering = Answering(model, on_memory_short, graphs)
         self._builds = Builds()
         self._share = BuildShare(build_slice_seconds, model.device)
         self._answer_seconds = 0.0
@@ -139,6 +141,7 @@ class Scheduler:
             self._share.build_seconds,
             answering.num_out_of_memory,
             answering.num_shed,
+            answering.steps,
         )
 
     def _run(self) -> None:

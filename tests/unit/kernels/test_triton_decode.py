@@ -59,10 +59,11 @@ def test_a_shipped_tile_neither_spills_nor_misses_the_matrix_units(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_planning_and_merging_compile_without_spills(target: str) -> None:
+def test_planning_merging_and_appending_compile_without_spills(target: str) -> None:
     plan = kernel_builds.plan_items(target)
     merge = kernel_builds.merge_items(target, head_dim=256)
-    assert (plan.spills, merge.spills) == (0, 0)
+    append = kernel_builds.append_rows(target, head_dim=96)
+    assert (plan.spills, merge.spills, append.spills) == (0, 0, 0)
 
 
 class Recorder:

@@ -50,6 +50,17 @@ def test_a_lone_answer_is_let_in_whatever_it_needs() -> None:
     assert memory.held_bytes == 0
 
 
+def test_what_the_engine_takes_for_itself_is_nobodys_until_it_is_given_back() -> None:
+    caches = Caches()
+    memory = caches.reservations(100)
+    memory.withhold(60)
+    with memory.for_answer(30), pytest.raises(MemoryShort), memory.for_answer(20):
+        pass
+    memory.withhold(-60)
+    assert memory.left_for_caches == 100
+    assert caches.left == [40, 10, 100]
+
+
 async def test_a_build_waits_until_it_fits_and_one_that_never_will_is_refused() -> None:
     caches = Caches()
     memory = caches.reservations(100)
