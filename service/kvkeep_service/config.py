@@ -97,7 +97,7 @@ class Settings(BaseSettings):
     max_queue: int = Field(64, ge=1, le=100_000)
     """Queries that may wait for the engine; one more is answered 503 overloaded."""
     build_slice_ms: float | None = Field(None, gt=0, le=60_000)
-    """What a build may take between two tokens of running answers; None is 0.3 of a token."""
+    """What a build may take between two tokens of running answers; None is 0.4 of a token."""
     memory_bytes: int | None = Field(None, ge=2**20)
     """For caches, builds and running answers together; None is 0.9 of what is free at the start."""
     resident_bytes: int = Field(4 * 2**30, ge=0)

@@ -22,7 +22,7 @@ from kvkeep_service.engine.passes import (
     by_context,
 )
 from kvkeep_service.engine.sampling import PickedToken, Sampler, SamplingOptions, picked
-from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile
+from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile, place_rows
 from kvkeep_service.engine.transfer import Found, found, to_device
 from kvkeep_service.ports import FinishReason
 
@@ -48,7 +48,8 @@ class Sequence:
     Positions continue at the document's length N, however few of its rows were kept.
     ``read_at`` and ``first_token_at``: when reading began and the first token was there, by
     ``time.perf_counter``. ``num_reused``: tokens of the question that were in its tail already.
-    ``tail_bytes_max``: what its tail may grow to.
+    ``tail_bytes_max``: what its tail may grow to, with the ``place_rows`` of its place among others
+    that are read side by side.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Sequence:
         self.num_reused = self.tail.tokens
         assert self.num_reused < len(self.question_ids), "nothing is left to be read"
         self._options = options
-        # A tail doubles when it is full.
-        shape, most_tokens = model.shape, 2 * (len(self.question_ids) + options.max_tokens)
+        shape, most_tokens = model.shape, len(self.question_ids) + options.max_tokens
+        has_place = model.device.type == "cpu" and not shape.windows
+        self.place_rows = place_rows(most_tokens) if has_place else 0
         row_bytes = (
             2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
         )
-        self.tail_bytes_max = row_bytes * most_tokens
+        # A tail doubles when it is full.
+        self.tail_bytes_max = row_bytes * (2 * most_tokens + self.place_rows)
         self._sampler = Sampler(options.sampling)
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, options.stop)
@@ -236,7 +239,8 @@ def _on_host(
     attention: DecodePass | PaddedDecodePass
     has_windows = bool(model.shape.windows)
     if together is not None and not has_windows and _is_padding_worthwhile(sequences):
-        ordered = [sequences[n] for n in together.arrange([one.tail for one in sequences])]
+        order = together.arrange([one.tail for one in sequences], _rows_max(sequences))
+        ordered = [sequences[n] for n in order]
         attention = PaddedDecodePass(ordered, together)
     else:
         ordered = [sequences[n] for n in by_context(sequences)]
@@ -255,7 +259,12 @@ def _on_host(
 def _is_padding_worthwhile(sequences: Several[Sequence]) -> bool:
     layers = (sequence.context.layers[0] for sequence in sequences)
     is_plain = all(isinstance(rows, RaggedKV) for rows in layers)
-    return is_plain and is_worthwhile([sequence.tail for sequence in sequences])
+    tails = [sequence.tail for sequence in sequences]
+    return is_plain and is_worthwhile(tails, _rows_max(sequences))
+
+
+def _rows_max(sequences: Several[Sequence]) -> int:
+    return sum(sequence.place_rows for sequence in sequences)
 
 
 def _handed_out(logits: Tensor, sequences: Several[Sequence | None]) -> dict[int, str | Exception]:

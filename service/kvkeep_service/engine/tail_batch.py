@@ -16,13 +16,26 @@ _STEP_TOKENS = 64
 """Room grows by so many rows at once, so that growing is rare."""
 _PADDING_MAX = 4
 """A batch whose padded rows are more than so many times its own is not worth it."""
+_SPARE = 1.25
+"""Who leaves and is followed by another one soon shall not make the copy shrink and grow."""
 
 
-def is_worthwhile(tails: Sequence[Tail]) -> bool:
-    """Whether tails are many, on a CPU, and about as long as each other."""
+def place_rows(tokens: int) -> int:
+    """Rows of a batch that a tail answers for, which may grow to so many tokens.
+
+    The copy has never more rows, in all its places, than those who are in it answer for: who
+    reserves memory for a tail reserves so much for its place as well.
+    """
+    return int(_SPARE * _rounded(tokens))
+
+
+def is_worthwhile(tails: Sequence[Tail], rows_max: int) -> bool:
+    """Whether tails are many, on a CPU, about as long as each other, and fit ``rows_max``."""
     lengths = [tail.tokens for tail in tails]
     is_even = len(lengths) * max(lengths) <= _PADDING_MAX * sum(lengths)
-    return len(lengths) > 1 and is_even and all(tail.device.type == "cpu" for tail in tails)
+    is_allowed = len(lengths) * _rounded(max(lengths) + 1) <= rows_max
+    is_cpu = all(tail.device.type == "cpu" for tail in tails)
+    return len(lengths) > 1 and is_even and is_allowed and is_cpu
 
 
 class TailBatch:
@@ -43,11 +56,17 @@ class TailBatch:
         self._places = self._ends = torch.zeros(0, dtype=torch.int64)
         self._mask = torch.zeros(0)
 
-    def arrange(self, tails: Sequence[Tail]) -> list[int]:
+    @property
+    def size_bytes(self) -> int:
+        """What this copy has of memory."""
+        return self._kv.nbytes
+
+    def arrange(self, tails: Sequence[Tail], rows_max: int) -> list[int]:
         """Take in the tails of the next step, one new row each to come.
 
         Returns their indices in the order in which they lie here: who left gave its place to the
-        last one. Modifies: this copy only.
+        last one. ``rows_max``: rows that this copy may have in all, for which ``is_worthwhile``
+        has said yes. Modifies: this copy only.
         """
         wanted = {id(tail) for tail in tails}
         for place in reversed(range(len(self._tails))):
@@ -58,7 +77,7 @@ class TailBatch:
             if id(tail) not in known:
                 self._tails.append(tail)
                 self._num_copied.append(0)
-        self._make_room()
+        self._fit(rows_max)
         for place, tail in enumerate(self._tails):
             first, last = self._num_copied[place], tail.tokens
             if first < last:
@@ -112,18 +131,25 @@ class TailBatch:
         # A step that failed may have written one row more.
         self._kv[:, :, place, :, first : copied + 1] = 0
 
-    def _make_room(self) -> None:
-        tokens = max(tail.tokens for tail in self._tails) + 1
+    def _fit(self, rows_max: int) -> None:
+        count = len(self._tails)
+        tokens = _rounded(max(tail.tokens for tail in self._tails) + 1)
         places, room = self._kv.shape[2], self._kv.shape[4]
-        if len(self._tails) <= places and tokens <= room:
+        if count <= places and tokens <= room and places * room <= rows_max:
             return
-        tokens = max(room, -(-tokens // _STEP_TOKENS) * _STEP_TOKENS)
-        grown = self._zeros(max(places, len(self._tails)), tokens)
-        grown[:, :, :places, :, :room] = self._kv
-        self._kv = grown
+        if max(places, count) * max(room, tokens) <= rows_max:
+            count, tokens = max(places, count), max(room, tokens)
+        # Two buffers at once would be twice as much, and the tails have every row.
+        self._kv = self._zeros(0, 0)
+        self._num_copied = [0] * len(self._tails)
+        self._kv = self._zeros(count, tokens)
 
     def _zeros(self, places: int, tokens: int) -> Tensor:
         # What is masked counts nothing only when it is finite.
         shape = self._shape
         size = (shape.num_layers, 2, places, shape.num_kv_heads, tokens, shape.head_dim)
         return torch.zeros(size, dtype=self._dtype)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _STEP_TOKENS) * _STEP_TOKENS

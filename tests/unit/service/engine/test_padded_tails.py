@@ -1,18 +1,21 @@
 """Tails side by side: the same attention as tail by tail, and the same tails afterwards."""
 
+import itertools
+
 import pytest
 import torch
 
 from kvkeep_kernels.attention import ragged_decode_batch
 from kvkeep_kernels.layout import DecodeBatch, DecodeGroup, DenseKV, RaggedKV, ShapeError
 from kvkeep_kernels.padded_tails import PaddedTails, Readers, decode_padded
+from kvkeep_service.engine.answering import Answering, QueryTask
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.decode import Sequence, SequenceOptions, decode_step, prefill_question
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile
+from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile, place_rows
 
-from .gated import answer_alone, sequence
+from .gated import Listener, answer_alone, sequence
 
 
 def context(lengths: list[int], generator: torch.Generator) -> RaggedKV:
@@ -88,7 +91,7 @@ def test_a_batch_that_changes_at_every_step_leaves_every_tail_as_it_would_be_alo
     while running := [one for one in all_of_them if one.finish_reason is None]:
         # Somebody pauses at every step, and comes back with what was written without it.
         batch = [one for n, one in enumerate(running) if len(running) < 3 or n != step % 4]
-        padded += is_worthwhile([one.tail for one in batch])
+        padded += is_worthwhile([one.tail for one in batch], 10_000)
         for outcome in decode_step(plain, batch, together):
             assert isinstance(outcome, str)
         step += 1
@@ -139,9 +142,66 @@ def test_tails_of_very_unlike_lengths_are_not_padded(plain: LanguageModel) -> No
             made.append(tail)
         return made
 
-    assert is_worthwhile(tails(10, 30, 12))
-    assert not is_worthwhile(tails(10))
-    assert not is_worthwhile(tails(5, 5, 5, 5, 5, 400))
+    assert is_worthwhile(tails(10, 30, 12), 10_000)
+    assert not is_worthwhile(tails(10), 10_000)
+    assert not is_worthwhile(tails(5, 5, 5, 5, 5, 400), 10_000)
+    # Three places of 64 rows.
+    assert is_worthwhile(tails(10, 63, 12), 192)
+    assert not is_worthwhile(tails(10, 63, 12), 191)
+    assert not is_worthwhile(tails(10, 64, 12), 192)
+
+
+def test_a_batch_has_never_more_memory_than_its_sequences_have_reserved_for_it(
+    plain: LanguageModel, contexts: list[BuiltCache]
+) -> None:
+    view = contexts[0].context.view(0.1)
+    row_bytes = plain.shape.full_bytes(1, plain.dtype)
+
+    def asked(question_tokens: int, answer_tokens: int) -> Sequence:
+        ids = [1 + n % 50 for n in range(question_tokens)]
+        return sequence(plain, view, ids, SequenceOptions(answer_tokens))
+
+    kinds = [*((150, 4 + 6 * n) for n in range(6)), (3, 50)]
+    alone = [answer_alone(plain, asked(*kind)) for kind in kinds]
+    # The last one comes when the first has gone.
+    waiting = [asked(*kind) for kind in kinds]
+    all_of_them, running = list(waiting), list[Sequence]()
+    together, sizes = TailBatch(plain.shape, dtype=plain.dtype), list[int]()
+    while waiting or running:
+        while waiting and len(running) < 6:
+            prefill_question(plain, waiting[0])
+            running.append(waiting.pop(0))
+        decode_step(plain, running, together)
+        reserved = sum(one.place_rows for one in running) * row_bytes
+        assert together.size_bytes <= reserved
+        sizes.append(together.size_bytes)
+        running = [one for one in running if one.finish_reason is None]
+    assert [one.generated for one in all_of_them] == alone
+    # It was there, became smaller while some went on, and a lone one has no use for it.
+    assert max(sizes) == 6 * 192 * row_bytes <= 6 * place_rows(150) * row_bytes
+    assert any(0 < after < before for before, after in itertools.pairwise(sizes))
+    assert sizes[-1] == 0
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "answered"])
+def test_what_tails_had_side_by_side_is_given_back_when_nothing_runs(
+    plain: LanguageModel, contexts: list[BuiltCache], ends: str
+) -> None:
+    answering = Answering(plain, lambda: None)
+    view, listener = contexts[0].context.view(0.1), Listener()
+    for n in range(3):
+        asked = sequence(plain, view, [n + 1], SequenceOptions(5))
+        answering.running.append(QueryTask(asked, listener))
+    assert answering.read()
+    assert answering.decode()
+    assert answering._tails.size_bytes > 0
+    if ends == "cancelled":
+        for task in answering.running:
+            task.cancelled.set()
+        answering.drop_cancelled()
+    while answering.decode():
+        pass
+    assert answering._tails.size_bytes == 0
 
 
 @pytest.mark.parametrize("goes_last", [False, True], ids=["another-stays", "it-was-last"])
@@ -160,8 +220,8 @@ def test_what_is_not_finite_leaves_nothing_to_who_takes_its_place(
 
     poisoned, stays, comes = tail(9, torch.nan), tail(5, 1.0), tail(2, 2.0)
     batch = TailBatch(plain.shape, dtype=torch.float32)
-    batch.arrange([stays, poisoned] if goes_last else [poisoned, stays])
-    batch.arrange([stays, comes, tail(12, 3.0)])
+    batch.arrange([stays, poisoned] if goes_last else [poisoned, stays], 10_000)
+    batch.arrange([stays, comes, tail(12, 3.0)], 10_000)
     row = torch.zeros(3, plain.shape.num_kv_heads, plain.shape.head_dim)
     found = batch.write(0, row, row)
     assert torch.isfinite(found.k).all()
