@@ -12,6 +12,7 @@ from kvkeep_service.engine.answering import Answering, QueryTask
 from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.decode import Sequence, SequenceOptions, decode_step, prefill_question
+from kvkeep_service.engine.graphs import GraphOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.tail_batch import TailBatch, is_worthwhile, place_rows
 
@@ -187,21 +188,23 @@ def test_a_batch_has_never_more_memory_than_its_sequences_have_reserved_for_it(
 def test_what_tails_had_side_by_side_is_given_back_when_nothing_runs(
     plain: LanguageModel, contexts: list[BuiltCache], ends: str
 ) -> None:
-    answering = Answering(plain, lambda: None)
+    answering = Answering(plain, lambda: None, GraphOptions())
+    tails = answering._tails
+    assert isinstance(tails, TailBatch)
     view, listener = contexts[0].context.view(0.1), Listener()
     for n in range(3):
         asked = sequence(plain, view, [n + 1], SequenceOptions(5))
         answering.running.append(QueryTask(asked, listener))
     assert answering.read()
     assert answering.decode()
-    assert answering._tails.size_bytes > 0
+    assert tails.size_bytes > 0
     if ends == "cancelled":
         for task in answering.running:
             task.cancelled.set()
         answering.drop_cancelled()
     while answering.decode():
         pass
-    assert answering._tails.size_bytes == 0
+    assert tails.size_bytes == 0
 
 
 @pytest.mark.parametrize("goes_last", [False, True], ids=["another-stays", "it-was-last"])
