@@ -26,6 +26,7 @@ from kvkeep_client.models import (
     read_page,
 )
 from kvkeep_client.progress import build_bar
+from kvkeep_client.sendable import check_seconds
 
 
 class AsyncContext:
@@ -69,6 +70,7 @@ class AsyncContext:
 
     async def events(self, *, timeout_seconds: float | None = None) -> AsyncIterator[ContextInfo]:
         """As ``Context.events``."""
+        check_seconds(timeout_seconds, "timeout_seconds")
         give_up_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             yield (await self.refresh()).info

@@ -7,6 +7,14 @@ from typing import Literal, TypeAlias, TypedDict, Unpack
 from urllib.parse import quote
 
 from kvkeep_client.models import UNSET, ExpiresAfter, Unset
+from kvkeep_client.sendable import (
+    asked_fields,
+    expiry_fields,
+    list_of_texts,
+    mapping,
+    plain,
+    span_fields,
+)
 
 Order = Literal["asc", "desc"]
 Policy = Literal[
@@ -110,20 +118,28 @@ _COMPRESSION = (
     "normalization",
     "neighbours",
 )
+# Options that the API has in another form.
+_SHAPED = ("protect", "expires_after")
 
 
 def create_context(
     document: str, *, idempotency_key: str, **options: Unpack[CreateOptions]
 ) -> Call:
-    """Register a document; the key makes a repeated request answer as the first one did."""
-    body: dict[str, object] = {"document": document, **options}
+    """Register a document; the key makes a repeated request answer as the first one did.
+
+    Raises: TypeError, ValueError, naming the option; so does every call with a body.
+    """
+    fields = {name: value for name, value in options.items() if name not in _SHAPED}
+    body: dict[str, object] = {
+        name: plain(value, name) for name, value in {"document": document, **fields}.items()
+    }
     compression = {name: body.pop(name) for name in _COMPRESSION if name in body}
     if compression:
         body["compression"] = compression
     if "protect" in options:
-        body["protect"] = [{"start": start, "end": end} for start, end in options["protect"]]
+        body["protect"] = span_fields(options["protect"])
     if "expires_after" in options:
-        body["expires_after"] = _expiry(options["expires_after"])
+        body["expires_after"] = expiry_fields(options["expires_after"])
     return _with_body("POST", "/contexts", body, {"Idempotency-Key": idempotency_key})
 
 
@@ -142,7 +158,9 @@ def list_contexts(
 ) -> Call:
     """Read one page of contexts: those after the id ``after`` in ``order`` of creation."""
     params = {"limit": str(limit), "order": order}
-    params |= {f"metadata.{key}": value for key, value in metadata.items()}
+    params |= {
+        f"metadata.{key}": str(value) for key, value in mapping(metadata, "metadata").items()
+    }
     if after is not None:
         params["after"] = after
     if status is not None:
@@ -160,11 +178,11 @@ def update_context(
     """Change what is not UNSET."""
     body: dict[str, object] = {}
     if name is not UNSET:
-        body["name"] = name
+        body["name"] = plain(name, "name")
     if metadata is not UNSET:
-        body["metadata"] = dict(metadata)
+        body["metadata"] = mapping(metadata, "metadata")
     if expires_after is not UNSET:
-        body["expires_after"] = _expiry(expires_after)
+        body["expires_after"] = expiry_fields(expires_after)
     return _with_body("PATCH", _path(context_id), body)
 
 
@@ -202,8 +220,7 @@ def query(
     **options: Unpack[QueryOptions],
 ) -> Call:
     """Ask one question; answered as one object, or as server-sent events."""
-    what = {"question": asked} if isinstance(asked, str) else {"messages": list(asked)}
-    body: dict[str, object] = {**what, "stream": stream, **options}
+    body = {**asked_fields(asked), "stream": stream, **_plain_options(options)}
     if continued is not None:
         body |= {"session": continued.answer_id, "fork": continued.fork}
     return _with_body("POST", _path(context_id, "/query"), body)
@@ -211,13 +228,17 @@ def query(
 
 def query_many(context_id: str, questions: Sequence[str], **options: Unpack[QueryOptions]) -> Call:
     """Ask several questions at once; answered as a list."""
-    if isinstance(questions, str):
-        raise TypeError("questions must be a list of texts, not one text: query asks one question")
-    body: dict[str, object] = {"questions": list(questions), **options}
+    body = {"questions": list_of_texts(questions), **_plain_options(options)}
     return _with_body("POST", _path(context_id, "/query"), body)
 
 
+def _plain_options(options: QueryOptions) -> dict[str, object]:
+    return {name: plain(value, name) for name, value in options.items()}
+
+
 def _path(context_id: str, rest: str = "") -> str:
+    if not isinstance(context_id, str):
+        raise TypeError(f"a context id is a text, not {type(context_id).__name__}")
     if not context_id:
         raise ValueError("a context id is needed, not an empty string")
     return f"/contexts/{quote(context_id, safe='')}{rest}"
@@ -234,9 +255,3 @@ def _with_body(
         headers={"Content-Type": "application/json", **(headers or {})},
         body=encoded.encode("utf-8", errors="surrogatepass"),
     )
-
-
-def _expiry(expires_after: ExpiresAfter | None) -> Mapping[str, object] | None:
-    if expires_after is None:
-        return None
-    return {"anchor": expires_after.anchor, "seconds": expires_after.seconds}

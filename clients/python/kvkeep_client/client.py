@@ -7,6 +7,7 @@ from typing import Self
 from kvkeep_client.async_contexts import AsyncContexts
 from kvkeep_client.async_transport import AsyncTransport
 from kvkeep_client.contexts import Contexts
+from kvkeep_client.sendable import check_seconds
 from kvkeep_client.transport import Transport
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -119,5 +120,8 @@ def _url(given: str | None) -> str:
 
 
 def _check_limits(timeout_seconds: float, max_retries: int) -> None:
-    if timeout_seconds <= 0 or max_retries < 0:
-        raise ValueError("timeout_seconds must be above 0 and max_retries at least 0")
+    check_seconds(timeout_seconds, "timeout_seconds")
+    if timeout_seconds == 0:
+        raise ValueError("timeout_seconds: must be above 0")
+    if type(max_retries) is not int or max_retries < 0:
+        raise ValueError(f"max_retries: must be a whole number of at least 0, not {max_retries!r}")

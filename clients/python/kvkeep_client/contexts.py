@@ -29,6 +29,7 @@ from kvkeep_client.models import (
     read_page,
 )
 from kvkeep_client.progress import build_bar
+from kvkeep_client.sendable import check_seconds
 from kvkeep_client.sessions import Session
 from kvkeep_client.transport import Transport
 
@@ -86,6 +87,7 @@ class Context:
         A broken connection is joined again. Modifies ``info``.
         Raises: TimedOut, when that is not reached in time.
         """
+        check_seconds(timeout_seconds, "timeout_seconds")
         give_up_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             yield self.refresh().info
@@ -115,7 +117,8 @@ class Context:
         """Ask one question and return the whole answer.
 
         ``question`` may be a conversation that ends with one: messages of "user" and "assistant"
-        in turns. Raises: ContextNotReady, QuestionTooLong and the other errors of the API.
+        in turns. Raises: ContextNotReady, QuestionTooLong and the other errors of the API;
+            TypeError, ValueError, naming the argument, for what cannot be sent at all.
         """
         call = calls.query(self.id, question, stream=False, **options)
         return read_answer(self._transport.fields(call))
@@ -206,8 +209,9 @@ class Contexts:
         Returns as soon as the server has accepted it: ``wait()`` until it is ready. With
         ``progress`` this waits, and shows a bar. Retries never register a document twice.
         Raises: ValueError, for both or neither of text and path, or a file that is not UTF-8;
-            OSError, for a file that cannot be read; EmptyDocument, DocumentTooLong and the
-            other errors of the API.
+            TypeError, ValueError, naming the argument, for what cannot be sent at all; OSError,
+            for a file that cannot be read; EmptyDocument, DocumentTooLong and the other errors of
+            the API.
         """
         text = one_text(document, path)
         key = idempotency_key or str(uuid.uuid4())
