@@ -236,6 +236,8 @@ def _retry_after(error: ServiceError | StorageError) -> int | None:
 def _validation_failure(error: RequestValidationError) -> Failure:
     items = error.errors()
     for item in items:
+        if item["type"] == "json_invalid":
+            return failure_of(InvalidRequest("body", _not_json(item, error.body)))
         if item["type"] == "string_unicode":
             return failure_of(InvalidEncoding(_path(item["loc"]), "a lone surrogate is not text"))
     problems = tuple(
@@ -243,6 +245,16 @@ def _validation_failure(error: RequestValidationError) -> Failure:
     )
     detail = "; ".join(f"{problem.field}: {problem.reason}" for problem in problems[:3])
     return Failure("invalid_request", detail, {}, problems)
+
+
+def _not_json(item: Mapping[str, Any], body: object) -> str:
+    """Where a body stops being JSON: its parser counts characters, from 0."""
+    offset = next((part for part in item["loc"] if isinstance(part, int)), 0)
+    before = body[:offset] if isinstance(body, str) else ""
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    # The parser's words name what it expected, and repeat nothing of the body.
+    why = str(item["ctx"]["error"]).removesuffix(" at")
+    return f"is not JSON at line {line}, column {column} (character {offset}): {why}"
 
 
 def _http_failure(error: HTTPException) -> Failure:
@@ -255,7 +267,7 @@ def _http_failure(error: HTTPException) -> Failure:
         case RecursionError():
             return failure_of(InvalidRequest("body", "is nested too deeply"))
         case ValueError():
-            return failure_of(InvalidRequest("body", "is not JSON that can be read"))
+            return failure_of(InvalidRequest("body", "has a number of too many digits"))
     code = _BY_STATUS.get(error.status_code, "internal")
     return Failure(code, CATALOGUE[code].title, {}, headers=error.headers)
 
@@ -263,8 +275,6 @@ def _http_failure(error: HTTPException) -> Failure:
 def _path(location: Iterable[int | str]) -> str:
     # The first element says where the field was sent: body, query, path or header.
     where_sent, *path = location
-    if where_sent == "body" and path and isinstance(path[0], int):
-        return "body"  # A JSON syntax error is located by its offset.
     return ".".join(str(part) for part in path) or str(where_sent)
 
 

@@ -103,6 +103,29 @@ def test_a_body_that_is_no_request_is_refused(api: ApiServer, content: bytes) ->
     assert "function-" not in response.text
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{", "line 1, column 2 (character 1): Expecting property name"),
+        (b'{\n  "document": "a secret"\n  "name": "x"\n}', "line 3, column 3 (character 29): "),
+        (b'{"document": "\xc3\xa4\xc3\xb6", }', "column 20 (character 19): "),
+        (b'{"document": "a\nsecret"}', "line 1, column 16 (character 15): Invalid control"),
+        (b'{"document": "x"} {}', "line 1, column 19 (character 18): Extra data"),
+    ],
+    ids=["opened", "a line below", "after umlauts", "a raw line end", "two of them"],
+)
+def test_a_body_that_stops_being_json_is_told_where(
+    api: ApiServer, content: bytes, told: str
+) -> None:
+    refused = problem(post(api, content))
+    assert (refused["status"], refused["code"]) == (422, "invalid_request")
+    (error,) = refused["errors"]
+    assert error["field"] == "body"
+    assert error["reason"].startswith("is not JSON at line ")
+    assert told in error["reason"]
+    assert "secret" not in json.dumps(refused)
+
+
 def test_every_refused_field_is_named_with_its_path(api: ApiServer) -> None:
     body = {
         "document": "x",
