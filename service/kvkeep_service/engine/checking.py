@@ -3,6 +3,7 @@
 from collections.abc import Generator
 
 from kvkeep_service.auto_ratio import (
+    MARGIN,
     AutoRatio,
     Found,
     Unmeasured,
@@ -13,12 +14,19 @@ from kvkeep_service.engine.fidelity import Meter
 
 
 class LossUnreachable(RuntimeError):
-    """Even the highest ratio loses more than was to be lost: ``loss`` in nats per token."""
+    """Even the highest ratio loses more than was to be lost.
 
-    def __init__(self, max_loss: float, ratio: float, loss: float) -> None:
-        super().__init__(f"at ratio {ratio} {loss:.3f} nats per token are lost, not {max_loss}")
+    In nats per token: ``loss`` is what counts, ``measured`` the same without its margin.
+    """
+
+    def __init__(self, max_loss: float, ratio: float, loss: float, measured: float) -> None:
+        super().__init__(
+            f"at ratio {ratio} {measured:.4g} nats per token were lost as measured, {loss:.4g} with"
+            f" the {MARGIN} standard errors that count; max_loss is {max_loss}"
+        )
         self.ratio = ratio
         self.loss = loss
+        self.measured = measured
 
 
 def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float | None]:
@@ -38,7 +46,7 @@ def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float |
             case Found(ratio):
                 return ratio
             case Unreachable(ratio, loss):
-                raise LossUnreachable(auto.max_loss, ratio, loss)
+                raise _unreachable(meter, auto.max_loss, ratio, loss)
             case Unmeasured(ratio):
                 if meter.num_left == 0:
                     break
@@ -47,5 +55,11 @@ def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float |
                 yield from meter.measure([highest if is_last else ratio])
     # What was not tried is not trusted; but nothing at all could be, of a short document.
     if not within and highest in losses:
-        raise LossUnreachable(auto.max_loss, highest, losses[highest])
+        raise _unreachable(meter, auto.max_loss, highest, losses[highest])
     return min(within, default=highest)
+
+
+def _unreachable(meter: Meter, max_loss: float, ratio: float, loss: float) -> LossUnreachable:
+    fidelity = meter.fidelity()
+    measured = None if fidelity is None else fidelity.loss(ratio)
+    return LossUnreachable(max_loss, ratio, loss, loss if measured is None else measured)

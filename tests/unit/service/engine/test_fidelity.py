@@ -206,4 +206,8 @@ def test_auto_says_so_where_even_all_rows_lose_too_much(model: LanguageModel) ->
     with pytest.raises(LossUnreachable) as raised:
         run_build(model, random_document(1600, seed=9), policy(), auto(0.0), "int4")
     assert raised.value.ratio == 1.0
-    assert raised.value.loss > 0.0
+    assert raised.value.loss > raised.value.measured >= 0.0
+    told = str(raised.value)
+    assert f"{raised.value.measured:.4g} nats per token were lost as measured" in told
+    assert f"{raised.value.loss:.4g} with the {MARGIN} standard errors" in told
+    assert told.endswith("max_loss is 0.0")
