@@ -92,7 +92,13 @@ async def running_application(
         settings.sweep_grace_seconds,
         store_bytes=settings.store_bytes,
     )
-    upkeep = Upkeep(stores, sweeper, worker, interval_seconds=settings.sweep_interval_seconds)
+    upkeep = Upkeep(
+        stores,
+        sweeper,
+        worker,
+        registry.repeat_deletions,
+        interval_seconds=settings.sweep_interval_seconds,
+    )
     metrics = Metrics(worker, upkeep.swept, None if stores.disk is None else stores.disk.stats)
     worker.start()
     upkeep.start()

@@ -85,11 +85,11 @@ async def register(
         else:
             await mirror_context(stores.objects, stores.metadata, key)
     except storage.QuotaExceeded as error:
-        await _undo(remover, tenant, record.id)
+        await remover.undo_registration(tenant, record.id)
         raise quota_exceeded(error) from error
     except BaseException:
         # Cancellation too: whoever asked will never learn the id.
-        await _undo(remover, tenant, record.id)
+        await remover.undo_registration(tenant, record.id)
         raise
     return record if ready is None else ready
 
@@ -133,10 +133,6 @@ def quota_exceeded(error: storage.QuotaExceeded) -> QuotaExceeded:
     """What a tenant is told; the numbers are its own."""
     seconds = _QUEUED_RETRY_SECONDS if error.quota == "queued" else _QUOTA_RETRY_SECONDS
     return QuotaExceeded(error.quota, error.limit, error.used, error.asked, seconds)
-
-
-async def _undo(remover: Remover, tenant: str, context_id: str) -> None:
-    await _quietly(remover.remove_context(tenant, context_id), "registration_left_over")
 
 
 async def _quietly(work: Awaitable[object], complaint: str) -> None:

@@ -185,6 +185,10 @@ class Registry:
         self._lookup.deleted(tenant, context_id)
         await self._remover.remove_context(tenant, context_id)
 
+    async def repeat_deletions(self) -> None:
+        """Delete again what Redis has back; see `removal.Remover.repeat_undone`."""
+        await self._remover.repeat_undone()
+
     async def rebuild(self, tenant: str, context_id: str) -> ContextRecord:
         """Build a context again; see `rebuilding.rebuild` for what that means and raises.
 

@@ -16,7 +16,8 @@ from kvkeep_storage.sweeper import Sweeper
 _log = structlog.get_logger(__name__)
 
 _RECONCILE_SECONDS = 15.0
-# How long after a deletion by another process its bytes may still be in memory, or on the disk.
+# How long after a deletion by another process its bytes may still be in memory, or on the disk;
+# and after a failover has undone one, its record in Redis.
 _FORGET_SECONDS = 5.0
 
 
@@ -24,12 +25,22 @@ class Upkeep:
     """Loops on the event loop; trouble in a round is logged and the next round tries again."""
 
     def __init__(
-        self, stores: Stores, sweeper: Sweeper, worker: Worker, *, interval_seconds: float
+        self,
+        stores: Stores,
+        sweeper: Sweeper,
+        worker: Worker,
+        repeat_deletions: Callable[[], Awaitable[None]],
+        *,
+        interval_seconds: float,
     ) -> None:
-        """``interval_seconds`` between two sweeps; the other intervals are fixed."""
+        """``interval_seconds`` between two sweeps; the other intervals are fixed.
+
+        ``repeat_deletions`` deletes again what Redis has forgotten to be deleted.
+        """
         self._stores = stores
         self._sweeper = sweeper
         self._worker = worker
+        self._repeat_deletions = repeat_deletions
         self._interval_seconds = interval_seconds
         self._tasks: list[asyncio.Task[None]] = []
         # What this process has removed since its start, by the fields of a sweep's report.
@@ -43,6 +54,7 @@ class Upkeep:
             _for_ever("sweep", self._sweep, self._interval_seconds),
             _for_ever("reconcile", self._reconcile, _RECONCILE_SECONDS),
             _for_ever("forget", self._forget, _FORGET_SECONDS),
+            _for_ever("repeat_deletions", self._repeat_deletions, _FORGET_SECONDS),
         ]
         if self._stores.disk is not None:
             rounds.append(_for_ever("reclaim", self._stores.disk.reclaim, self._interval_seconds))

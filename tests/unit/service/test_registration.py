@@ -12,6 +12,7 @@ from kvkeep_service.registration import Answered
 from kvkeep_service.registry import Registry
 from kvkeep_service.stores import Stores
 from kvkeep_storage.errors import Full, MetadataUnavailable, ObjectsUnavailable
+from kvkeep_storage.objects import Objects
 from kvkeep_storage.quotas import Quotas
 from kvkeep_storage.records import Expiry
 
@@ -90,6 +91,36 @@ async def test_a_registration_that_fails_leaves_nothing(
     assert stored(tmp_path) == ["store.json"]
     assert (await stores.metadata.contexts("default", limit=10)).records == ()
     assert await stores.metadata.unfinished() == []
+
+
+async def test_a_store_that_is_silent_is_not_waited_for_twice(
+    stores: Stores, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvkeep_service.removal._PATIENCE_SECONDS", 0.01)
+    answers = asyncio.Event()
+
+    class Silent(Objects):
+        """It takes what is put, and says nothing until it answers again."""
+
+        async def put(self, key: str, content: bytes) -> None:
+            await super().put(key, content)
+            raise ObjectsUnavailable("put", "no answer", abandoned=True)
+
+        async def delete(self, key: str) -> None:
+            await answers.wait()
+            await super().delete(key)
+
+    silent = replace(stores, objects=Silent.open(tmp_path.as_uri()))
+    registry = Registry(silent, worker)
+    async with asyncio.timeout(60):
+        with pytest.raises(ObjectsUnavailable):
+            await registry.register("default", WANTED)
+        assert stored(tmp_path) != ["store.json"]
+        answers.set()
+        # It goes on behind the answer.
+        while stored(tmp_path) != ["store.json"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await registry.close()
 
 
 async def test_a_record_that_cannot_be_undone_does_not_hide_the_error(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep_service import upkeep as upkeep_module
+from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
 from kvkeep_service.upkeep import Upkeep
 from kvkeep_storage.disk_tier import DiskTier
@@ -62,7 +63,10 @@ def start(
     worker: ScriptedWorker,
     interval_seconds: float = 3600,
 ) -> Upkeep:
-    upkeep = Upkeep(stores, sweeper, worker, interval_seconds=interval_seconds)
+    remover = Remover(stores, worker)
+    upkeep = Upkeep(
+        stores, sweeper, worker, remover.repeat_undone, interval_seconds=interval_seconds
+    )
     running.append(upkeep)
     upkeep.start()
     return upkeep
@@ -203,7 +207,8 @@ async def test_stopping_ends_every_loop_at_once_also_in_the_middle_of_a_round(
 
     busy = replace(stores, jobs=EndlessJobs(stores.metadata))
     sweeper = Endless(stores.objects, stores.metadata, stores.leases, 0)
-    upkeep = Upkeep(busy, sweeper, worker, interval_seconds=3600)
+    remover = Remover(busy, worker)
+    upkeep = Upkeep(busy, sweeper, worker, remover.repeat_undone, interval_seconds=3600)
     # Never started is stopped as well.
     await upkeep.stop()
     before = asyncio.all_tasks()
