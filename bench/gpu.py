@@ -1,6 +1,7 @@
 """The kernels on a GPU: right first, then how fast, as ratios against stock attention.
 
-Run by ``gpu.sh``. Needs torch, triton and ``kernels/`` only. With ``--small`` it goes through every
+Run by ``gpu.sh``. Needs torch, triton and ``kernels/`` only, but for a whole step, which needs the
+service's packages and is left out without them. With ``--small`` it goes through every
 step in tiny sizes wherever the Triton kernels run, the interpreter on a CPU included: a rehearsal,
 whose figures mean nothing.
 """
@@ -95,6 +96,23 @@ class Bench:
                         f"| {took / dense:.3f} ({name} {dense:.4f}) | {bar} "
                         f"| {read / took * 1e3 / self._copy_rate:.2f} | {launched:.4f} |"
                     )
+
+    def step(self) -> None:
+        """A whole step of a model, with all its layers, from the host's point of view."""
+        self._report.add()
+        self._report.add("## Decode step, captured / launched")
+        self._report.add()
+        try:
+            # The other figures need none of the packages that this one does.
+            from kvkeep_bench.gpu_step import step_lines
+        except ImportError as error:
+            self._report.add(f"Not measured: {error}")
+            return
+        self._report.add("| tokens | batch | launched ms | captured ms | ratio | steps |")
+        self._report.add("|---|---|---|---|---|---|")
+        self._clock.require(2.0 if self._small else 60.0)
+        for line in step_lines(self._device, small=self._small):
+            self._report.add(line)
 
     def question(self) -> None:
         """A question of 32 tokens over a compressed context, against SDPA over the full one."""
@@ -309,8 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.add("The Triton kernels do not serve here: nothing to time.")
         return 1
     bench = Bench(device, clock, report, small=options.small)
-    parts = (bench.ceilings, bench.decode, bench.quantized, bench.question, bench.scores)
-    for part in (*parts, bench.compaction):
+    parts = (bench.ceilings, bench.decode, bench.step, bench.quantized, bench.question)
+    for part in (*parts, bench.scores, bench.compaction):
         try:
             part()
         except OutOfTime:

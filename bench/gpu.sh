@@ -5,7 +5,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONSAFEPATH=1
-export PYTHONPATH="kernels:bench"
+export PYTHONPATH="kernels:storage:service:bench"
 export TRITON_DEFAULT_FP_FUSION=1
 out=${OUT:-bench/results}
 mkdir -p "$out"

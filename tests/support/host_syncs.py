@@ -26,7 +26,6 @@ READING = {
     _aten.unique_consecutive,
     _aten.unique_dim,
     _aten.bincount,
-    _aten.histc,
     _aten.repeat_interleave,
     _aten._assert_async,
 }

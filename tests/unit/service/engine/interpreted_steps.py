@@ -1,5 +1,6 @@
 """Steps replayed from a tape equal the oracle; run by ``test_graphs`` in the interpreter."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,14 +11,18 @@ from transformers import AutoModelForCausalLM
 
 from kvkeep_kernels import reference
 from kvkeep_kernels.layout import CodeKind, ContextRows
+from kvkeep_service.engine import device_step, transfer
 from kvkeep_service.engine.cache import ContextView, Tail
+from kvkeep_service.engine.decode import SequenceOptions, decode_step, kept_between_steps
 from kvkeep_service.engine.device_step import DeviceStep, parts_of
-from kvkeep_service.engine.graphs import DeviceSteps
+from kvkeep_service.engine.graphs import DeviceSteps, GraphOptions
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.sampling import SamplingOptions
 from kvkeep_service.ports import StepCounts
 
 from ....support.ragged_values import placed, quantized, ragged
 from ....support.tape import TapeCapture
+from .gated import sequence
 from .models import VOCABULARY, engine_model, tiny_config
 
 
@@ -210,10 +215,52 @@ def test_a_step_that_is_not_what_it_was_captured_for_is_never_replayed(
     assert sum(held) == 0
 
 
-def test_contexts_and_tails_are_let_go_of_at_the_end(model: LanguageModel) -> None:
+def test_contexts_and_tails_are_held_for_one_step_and_let_go_of_at_the_end(
+    model: LanguageModel,
+) -> None:
     steps = DeviceSteps(model)
-    one = asked(model, view(model, 3, 3, 9), 6)
-    check_step(steps, model, [one])
+    left, stays = asked(model, view(model, 3, 3, 9), 6), asked(model, view(model, 5, 3, 9), 6)
+    check_step(steps, model, [left, stays])
+    kept = [weakref.ref(left.tail.buffer), weakref.ref(stays.tail.buffer)]
+    check_step(steps, model, [stays])
+    del left
+    assert kept[0]() is None
     steps.clear()
-    check_step(steps, model, [one])
-    assert steps.counts == StepCounts(replayed=0, launched=2, graphs_failed=0)
+    del stays
+    assert kept[1]() is None
+
+
+def test_a_step_is_one_copy_there_and_one_back(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[int] = []
+    back: list[int] = []
+
+    def fill(target: Tensor, values: Tensor) -> None:
+        there.append(len(values))
+        target.copy_(values)
+
+    def to_host(values: Tensor) -> Tensor:
+        back.append(len(values))
+        return values
+
+    # It would run its self-test, which others do.
+    monkeypatch.setattr("kvkeep_service.engine.decode.uses_triton", lambda _: True)
+    monkeypatch.setattr(device_step, "fill", fill)
+    monkeypatch.setattr(transfer, "to_host", to_host)
+    drawn = SequenceOptions(9, sampling=SamplingOptions(temperature=1.0, seed=1))
+    batch = []
+    for options in (SequenceOptions(9), drawn):
+        one = sequence(model, view(model, 2, 5, 6), [1, 2], options)
+        one.tail.append(torch.randn_like(one.tail.buffer[:, :, :, :2]))
+        one.generated.append(3)
+        batch.append(one)
+    steps = kept_between_steps(model, GraphOptions())
+    assert isinstance(steps, DeviceSteps)
+    for _ in range(2):
+        assert all(isinstance(text, str) for text in decode_step(model, batch, steps))
+    assert [len(one.generated) for one in batch] == [3, 3]
+    # Who decodes over what is copied when that changes; token, position and length every time.
+    assert there[0] > there[1] == 4 * 2
+    # Of the greedy one which logit is the highest, of the other all of them too.
+    assert back == [2 * 2 + VOCABULARY] * 2
