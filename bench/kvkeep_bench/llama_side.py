@@ -43,6 +43,8 @@ class LlamaSide:
             stderr=errors,
         )
         assert self._process.stdout is not None
+        self.about = self._process.stdout.readline().decode().strip()
+        """Its version, and what of the CPU it was built for."""
         address = self._process.stdout.readline().decode().strip()
         if not address:
             raise RuntimeError(f"llama.cpp's server ended with {self._process.wait()}")

@@ -2,8 +2,8 @@
 
     python llama_worker.py MODEL.gguf SLOTS SLOT_TOKENS THREADS FOLDER
 
-Prints one line, the server's address, and ends when its standard input does. ``FOLDER`` takes
-what slots save.
+Prints two lines, what it is and the server's address, and ends when its standard input does.
+``FOLDER`` takes what slots save.
 """
 
 import sys
@@ -23,6 +23,7 @@ def main() -> None:
     params.n_threads_http = int(slots) + 2
     params.verbosity = 2
     server = xllamacpp.Server(params)
+    print(f"xllamacpp {xllamacpp.__version__}, {xllamacpp.get_system_info().strip(' |')}")
     print(server.listening_address, flush=True)
     sys.stdin.read()
 

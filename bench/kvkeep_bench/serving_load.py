@@ -138,14 +138,16 @@ class Load:
         threads = [threading.Thread(target=ask_again, args=(first,)) for first in firsts]
         for thread in threads:
             thread.start()
-        while sum(bool(asked.token_times) for asked in list(self._asked)) < clients:
-            time.sleep(0.005)
-        began = time.perf_counter()
-        time.sleep(seconds)
-        ended = time.perf_counter()
-        is_over.set()
-        for thread in threads:
-            thread.join()
+        try:
+            while sum(bool(asked.token_times) for asked in list(self._asked)) < clients:
+                time.sleep(0.005)
+            began = time.perf_counter()
+            time.sleep(seconds)
+            ended = time.perf_counter()
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
         return self._measured(began, ended)
 
     def together(self, clients: int) -> Answers:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# Only wanted with --plot: it is in the dependency group "bench".
+# Only wanted with --docs: it is in the dependency group "bench".
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,8 +13,8 @@ _HALF = 0.38
 """Width of a bar, of two that stand side by side."""
 
 
-def draw(findings: Findings, folder: Path) -> list[Path]:
-    """Write two SVG files below ``folder``. Returns what was written."""
+def draw(findings: Findings, folder: Path) -> None:
+    """Write two SVG files below ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {
         "serving-between-tokens.svg": _between(findings),
@@ -23,7 +23,6 @@ def draw(findings: Findings, folder: Path) -> list[Path]:
     for name, figure in drawn.items():
         # Without a date, so that equal findings give an equal file.
         figure.savefig(folder / name, format="svg", metadata={"Date": None})
-    return [folder / name for name in drawn]
 
 
 def _between(findings: Findings) -> Figure:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from math import isnan
 from pathlib import Path
 
 from kvkeep_bench.serving_load import Answers
@@ -106,7 +107,9 @@ class Findings:
             row.load,
             row.contexts,
             "no" if row.build_share is None else "yes",
-            f"{row.first_p50_ms:.0f} / {row.first_p99_ms:.0f}",
+            "none"
+            if isnan(row.first_p50_ms)
+            else f"{row.first_p50_ms:.0f} / {row.first_p99_ms:.0f}",
             f"{row.between_p50_ms:.0f} / {row.between_p99_ms:.0f}",
             f"{row.tokens_per_second:.1f}" + (f" ({row.refused} refused)" if row.refused else ""),
             "" if row.build_share is None else f"**{row.build_share:.2f}**",
