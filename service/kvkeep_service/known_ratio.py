@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvkeep_service.auto_ratio import Found, cautious_losses, smallest_within
+from kvkeep_service.auto_ratio import cautious_losses, searched
 from kvkeep_storage.records import CacheRecord, ContextRecord
 
 
@@ -16,6 +16,5 @@ def ratio_by(
     if committed is None or record.max_loss is None:
         return None
     losses = cautious_losses(committed.fidelity, is_exact=record.quantization == "none")
-    found = smallest_within(candidates, losses, record.max_loss)
-    is_stored = isinstance(found, Found) and found.ratio in committed.ratios
-    return found.ratio if isinstance(found, Found) and is_stored else None
+    found = searched(candidates, losses, record.max_loss)
+    return found if found in committed.ratios else None

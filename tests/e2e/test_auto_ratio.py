@@ -25,12 +25,11 @@ def test_a_ratio_that_is_asked_for_by_its_loss_is_found_kept_and_known_at_once(
 
     # What was measured allows the ratio, and forbids those measured below it.
     losses = {
-        one["ratio"]: max(0.0, one["nll_kept"] - fidelity["nll_full"]) + 1.5 * one["loss_error"]
+        one["ratio"]: max(0.0, one["nll_kept"] - fidelity["nll_full"]) + 1.75 * one["loss_error"]
         for one in fidelity["ratios"]
     }
-    assert told["ratio"] == 1.0 or losses[told["ratio"]] <= 0.05
+    assert losses.get(told["ratio"], 0.0) <= 0.05
     assert all(loss > 0.05 for ratio, loss in losses.items() if ratio < told["ratio"])
-    assert fidelity["nll_kept"] >= 0.0
 
     # Operators see it too.
     metrics = server.http.get("/metrics").text

@@ -24,19 +24,20 @@ class Fidelity:
 
     ``nll_full`` and ``nll_kept`` are mean losses in nats per token, with the whole cache and with
     what the context keeps; ``top1_agreement`` is how often both think the same token most likely.
+    Both of the context are None where its own ratio was not among those measured.
     """
 
     spans: int
     tokens: int
     nll_full: float
-    nll_kept: float
-    top1_agreement: float
+    nll_kept: float | None
+    top1_agreement: float | None
     ratios: tuple[RatioFidelity, ...]
 
     @property
-    def loss(self) -> float:
+    def loss(self) -> float | None:
         """What was lost, in nats per token; below zero by chance where it is little."""
-        return self.nll_kept - self.nll_full
+        return None if self.nll_kept is None else self.nll_kept - self.nll_full
 
 
 def read_fidelity(fields: Fields | None) -> Fidelity | None:
@@ -47,8 +48,8 @@ def read_fidelity(fields: Fields | None) -> Fidelity | None:
         spans=fields.integer("spans"),
         tokens=fields.integer("tokens"),
         nll_full=fields.number("nll_full"),
-        nll_kept=fields.number("nll_kept"),
-        top1_agreement=fields.number("top1_agreement"),
+        nll_kept=fields.number_or_none("nll_kept"),
+        top1_agreement=fields.number_or_none("top1_agreement"),
         ratios=tuple(
             RatioFidelity(
                 ratio=item.number("ratio"),

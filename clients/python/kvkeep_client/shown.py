@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from kvkeep_client.fidelity import Fidelity
 from kvkeep_client.models import ContextInfo
 
 
@@ -46,13 +47,20 @@ def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
     stored = info.compression.stored_bytes
     yield "size", f"{_bytes(stored or 0)} of {_bytes(info.compression.full_bytes)}"
     if info.fidelity is not None:
-        lost, same = info.fidelity.loss, info.fidelity.top1_agreement
-        yield "lost", f"{lost:+.3f} nats per token, {same:.0%} of next tokens the same"
+        yield "lost", _lost(info.fidelity)
     yield "queries", str(info.queries)
     yield "created", info.created_at.isoformat(" ", "seconds")
     yield "expires", info.expires_at.isoformat(" ", "seconds") if info.expires_at else "never"
     for key, value in info.metadata.items():
         yield "metadata", f"{key}={value}"
+
+
+def _lost(fidelity: Fidelity) -> str:
+    if fidelity.loss is not None and fidelity.top1_agreement is not None:
+        same = f"{fidelity.top1_agreement:.0%} of next tokens the same"
+        return f"{fidelity.loss:+.3f} nats per token, {same}"
+    at = [f"{one.nll_kept - fidelity.nll_full:+.3f} at {one.ratio:g}" for one in fidelity.ratios]
+    return f"not measured at this ratio; nats per token: {', '.join(at) or 'none'}"
 
 
 def _kept(info: ContextInfo) -> str:

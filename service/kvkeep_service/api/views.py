@@ -99,26 +99,26 @@ class FidelityView(View):
     """Tokens of these that were counted."""
     nll_full: float
     """Loss of a token with the whole cache: mean negative log likelihood, in nats."""
-    nll_kept: float
-    """The same with what the context's own ratio keeps; the difference is what it lost."""
-    top1_agreement: float
-    """Share of tokens at which both think the same token most likely, 0 to 1."""
+    nll_kept: float | None
+    """The same with what the context's own ratio keeps; null when that ratio was not measured."""
+    top1_agreement: float | None
+    """Share of tokens at which both think the same token most likely, 0 to 1; null likewise."""
     ratios: list[RatioFidelityView]
     """The same at each of the `ratios_available` that was measured, ascending."""
 
     @classmethod
     def of(cls, record: ContextRecord) -> "FidelityView | None":
-        """Show what was measured; None when nothing was at the context's own ratio."""
+        """Show what was measured; None when nothing was, or the ratio is not found yet."""
         fidelity = record.fidelity
-        own = None if fidelity is None else fidelity.at(record.ratio)
-        if fidelity is None or own is None or record.ratio_from is not None:
+        if fidelity is None or record.ratio_from is not None:
             return None
+        own = fidelity.at(record.ratio)
         return cls(
             spans=fidelity.spans,
             tokens=fidelity.tokens,
             nll_full=fidelity.nll_full,
-            nll_kept=own.nll_kept,
-            top1_agreement=own.top1_agreement,
+            nll_kept=own.nll_kept if own else None,
+            top1_agreement=own.top1_agreement if own else None,
             ratios=[
                 RatioFidelityView(
                     ratio=item.ratio,

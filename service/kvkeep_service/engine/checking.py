@@ -8,6 +8,7 @@ from kvkeep_service.auto_ratio import (
     Found,
     Unmeasured,
     Unreachable,
+    smallest_trusted,
     smallest_within,
 )
 from kvkeep_service.engine.fidelity import Meter
@@ -53,10 +54,11 @@ def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float |
                 # The last measurement is for the last resort, where nothing else will do yet.
                 is_last = meter.num_left == 1 and not within and highest not in losses
                 yield from meter.measure([highest if is_last else ratio])
-    # What was not tried is not trusted; but nothing at all could be, of a short document.
-    if not within and highest in losses:
+    # What was not tried is trusted no further than its neighbours allow.
+    trusted = smallest_trusted(auto.candidates, losses, auto.max_loss)
+    if trusted is None and highest in losses:
         raise _unreachable(meter, auto.max_loss, highest, losses[highest])
-    return min(within, default=highest)
+    return highest if trusted is None else trusted
 
 
 def _unreachable(meter: Meter, max_loss: float, ratio: float, loss: float) -> LossUnreachable:

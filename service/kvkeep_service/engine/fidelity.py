@@ -29,13 +29,15 @@ from kvkeep_service.ports import Fidelity, RatioFidelity
 SPAN_TOKENS = 48
 LEAD_TOKENS = 12
 """Tokens at the beginning of each span that are not counted."""
-MAX_SPANS = 5
+MAX_SPANS = 10
 """More would measure more exactly than ratios differ; and one forward is one work item."""
-ROWS_SHARE = 0.07
-"""Rows of all measuring forwards together, per token that a build reads. With a whole document to
-attend to, and the vocabulary's logits, a row costs 1.4 of a build's: so a tenth of its time."""
+ROWS_SHARE = 0.12
+"""Rows of all measuring forwards together, per token that a build reads. A row costs 0.7 of a
+build's (bench/NOTES.md): so less than a tenth of its time."""
 _FEW, _MANY = 3, 5
-"""Forwards, the one over all rows included: enough to try a ratio on each side, and to bisect."""
+"""Forwards, the one over all rows included: enough to try two ratios, and to search."""
+_ENOUGH_SPANS = 7
+"""From here on, another ratio tells more than another span."""
 USUAL_SPREAD = 1.0
 LEAST_SPREAD = 0.02
 """Standard deviation of a span's loss as a share of the loss, and in nats: what few spans show of
@@ -73,7 +75,7 @@ def sample_of(ids: Sequence[int], num_read: int, prompt: Sequence[int] = ()) -> 
     """
     rows = int(ROWS_SHARE * num_read)
     spans_of = {count: (rows // count - len(prompt)) // SPAN_TOKENS for count in (2, _FEW, _MANY)}
-    forwards = _MANY if spans_of[_MANY] > 1 else _FEW if spans_of[_FEW] > 0 else 2
+    forwards = _MANY if spans_of[_MANY] >= _ENOUGH_SPANS else _FEW if spans_of[_FEW] > 0 else 2
     num_spans = min(MAX_SPANS, spans_of[forwards])
     if num_spans < 1:
         return None

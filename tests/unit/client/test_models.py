@@ -7,6 +7,7 @@ import pytest
 from kvkeep_client import UnexpectedResponse
 from kvkeep_client.fields import Fields
 from kvkeep_client.models import BuildProgress, read_answer, read_context, read_page
+from kvkeep_client.shown import details
 
 from .stand_in import JSON, StandIn, answer_object, context_object
 
@@ -103,3 +104,13 @@ def test_what_was_lost_is_read_and_worked_out() -> None:
     assert info.fidelity is not None
     assert info.fidelity.loss == pytest.approx(0.05)
     assert info.fidelity.ratios[0].loss_error == 0.01
+
+
+def test_what_was_not_measured_at_the_contexts_own_ratio_is_none_and_the_rest_is_shown() -> None:
+    at_ratio = {"ratio": 0.3, "nll_kept": 0.55, "top1_agreement": 0.9, "loss_error": 0.01}
+    measured = {"spans": 2, "tokens": 72, "nll_full": 0.5, "nll_kept": None, "top1_agreement": None}
+    fidelity = {**measured, "ratios": [at_ratio]}
+    info = read_context(Fields.of({**ready(), "fidelity": fidelity}, "it"))
+    assert info.fidelity is not None
+    assert info.fidelity.loss is None
+    assert dict(details(info))["lost"].endswith("nats per token: +0.050 at 0.3")

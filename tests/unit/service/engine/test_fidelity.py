@@ -103,15 +103,15 @@ def test_the_loss_is_that_of_the_rows_as_they_are_stored(
 
 
 def test_measuring_is_within_a_tenth_of_the_build(model: LanguageModel) -> None:
-    # A row of it costs 1.4 rows of a build: with all rows to attend to, and with logits.
-    for tokens in (400, 800, 1100, 2600):
+    # A row of it costs 0.7 rows of a build: it attends to more, but is not scored.
+    for tokens in (300, 800, 1100, 2600):
         document = random_document(tokens, seed=5)
         counted = CountedModel(model)
         run_build(counted, document, policy(), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
         measuring = sum(counted.measuring)
-        assert 1.4 * measuring <= 0.1 * (counted.total - measuring)
-        assert (measuring > 0) == (tokens > 700)
-        assert max(counted.measuring, default=0) <= 256
+        assert 0.7 * measuring <= 0.1 * counted.total
+        assert (measuring > 0) == (tokens > 300)
+        assert max(counted.measuring, default=0) <= 512
 
 
 def test_the_same_document_is_measured_alike_at_every_build(model: LanguageModel) -> None:
@@ -137,9 +137,9 @@ def test_a_prompt_stands_before_the_spans_and_counts_as_work() -> None:
     assert asked is not None
     assert asked.ids[:30] == tuple(prompt)
     assert min(asked.counted) == 30 + LEAD_TOKENS - 1
-    assert (asked.num_ratios + 1) * len(asked.ids) <= 0.07 * 8000
-    assert sample_of(ids, 1500) is not None
-    assert sample_of(ids, 1500, prompt) is None
+    assert (asked.num_ratios + 1) * len(asked.ids) <= 0.12 * 8000
+    assert sample_of(ids, 1000) is not None
+    assert sample_of(ids, 1000, prompt) is None
 
 
 def test_spans_are_pieces_of_the_document_spread_over_it() -> None:
@@ -148,9 +148,16 @@ def test_spans_are_pieces_of_the_document_spread_over_it() -> None:
     assert sample is not None
     assert sample_of(ids, 2 * len(ids)) == sample
     pieces = [sample.ids[i : i + SPAN_TOKENS] for i in range(0, len(sample.ids), SPAN_TOKENS)]
-    assert len(pieces) == sample.num_spans == 2
+    assert len(pieces) == sample.num_spans == 6
     assert all(piece == tuple(range(piece[0], piece[0] + SPAN_TOKENS)) for piece in pieces)
-    assert sorted((piece[0] - 10_000) * len(pieces) // len(ids) for piece in pieces) == [0, 1]
+    assert sorted((piece[0] - 10_000) * len(pieces) // len(ids) for piece in pieces) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     counted = {sample.ids[row + 1] for row in sample.counted}
     assert counted == {token for piece in pieces for token in piece[LEAD_TOKENS:]}
 
