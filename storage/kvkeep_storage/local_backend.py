@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from kvkeep_storage.backends import ObjectInfo
 from kvkeep_storage.pieces import Filled
 
 _FILES_PER_PAGE = 1000
+# Reading what is cached keeps a core busy: of more threads, one waits for another's core and for
+# the interpreter, and what it has just read is no longer in the core's cache when it is digested.
+_READERS = os.cpu_count() or 1
 
 
 class LocalBackend:
@@ -25,6 +29,7 @@ class LocalBackend:
     def __init__(self, root: Path) -> None:
         """``root`` must exist; a store whose directory vanishes is never made anew."""
         self._root = root
+        self._readers = ThreadPoolExecutor(_READERS, "kvkeep-read")
         self.location = root.as_uri()
 
     async def put(self, key: str, content: bytes) -> None:
@@ -43,7 +48,11 @@ class LocalBackend:
         self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
     ) -> None:
         """Fill buffers straight from the file. Modifies: ``into``."""
-        await asyncio.to_thread(durable.read_scattered, self._root / key, into, start, on_filled)
+        path = self._root / key
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(
+            self._readers, durable.read_scattered, path, into, start, on_filled
+        )
 
     async def size(self, key: str) -> int:
         """Size of an object in bytes."""

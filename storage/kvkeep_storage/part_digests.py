@@ -1,6 +1,6 @@
 """Digests of parts while their bytes arrive, each piece in the thread that has just filled it."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 import xxhash
 
@@ -19,7 +19,7 @@ class PartDigest:
         self._size_bytes = size_bytes
         self._state = xxhash.xxh3_128()
         self._done = 0
-        self._early: dict[int, memoryview] = {}
+        self._early: dict[int, list[memoryview]] = {}
 
     @property
     def is_whole(self) -> bool:
@@ -27,23 +27,32 @@ class PartDigest:
         return self._done == self._size_bytes
 
     def copy(self) -> "PartDigest":
-        """One that goes on from here by itself."""
+        """One that goes on from here by itself; everything that was promised must have come."""
         other = PartDigest(self._size_bytes)
         other._state = self._state.copy()
         other._done = self._done
         other._early = self._early.copy()
         return other
 
-    def arrived(self, offset: int, view: memoryview) -> None:
-        """Take in the bytes from ``offset`` on, of which none was taken in before."""
-        if offset != self._done:
-            self._early[offset] = view
-            return
-        self._state.update(view)
-        self._done += len(view)
-        while self._early and (early := self._early.pop(self._done, None)) is not None:
-            self._state.update(early)
-            self._done += len(early)
+    def taking(self, stretch: Stretch) -> Callable[[memoryview], object]:
+        """What takes in a stretch, of which nothing came before, view by view.
+
+        A call for each view is most of what a digest costs beside the hashing, so this is the
+        hash itself where that can be.
+        """
+        self.catch_up()
+        if stretch.offset != self._done:
+            early = self._early[stretch.offset] = []
+            return early.append
+        self._done += stretch.size_bytes
+        return self._state.update
+
+    def catch_up(self) -> None:
+        """Take in what came early and is due, once every stretch that was begun has come."""
+        while self._early and (views := self._early.pop(self._done, None)) is not None:
+            for view in views:
+                self._state.update(view)
+                self._done += len(view)
 
     def hexdigest(self) -> str:
         """The digest of what was taken in."""
@@ -62,10 +71,10 @@ class RangeDigests:
         self._read = read
         self._digests = digests
         self._adding: dict[LayerPart, PartDigest] = {}
-        # Where in which part the next byte belongs, and how many follow it there.
         self._stretches: Iterator[Stretch] = iter(())
-        self._digest = PartDigest(0)
-        self._at = self._rest = 0
+        # Where the next byte belongs, and how many follow it there.
+        self._take: Callable[[memoryview], object] = len
+        self._rest = 0
         # The byte that must be told of next; None when only a beginning can follow.
         self._next: int | None = None
 
@@ -83,17 +92,16 @@ class RangeDigests:
         elif offset != self._next:
             self._next = None
             return
-        digest, at, rest = self._digest, self._at, self._rest
+        take, rest = self._take, self._rest
         for view in views:
             if not rest:
-                part, at, rest = next(self._stretches)
-                digest = self._adding[part]
+                stretch = next(self._stretches)
+                take, rest = self._adding[stretch.part].taking(stretch), stretch.size_bytes
+            take(view)
             size_bytes = len(view)
-            digest.arrived(at, view)
-            at += size_bytes
             rest -= size_bytes
             offset += size_bytes
-        self._digest, self._at, self._rest = digest, at, rest
+        self._take, self._rest = take, rest
         self._next = offset
 
     def digest_in_place(self) -> None:
@@ -105,5 +113,7 @@ class RangeDigests:
 
         Modifies: ``digests``.
         """
+        for digest in self._adding.values():
+            digest.catch_up()
         self._digests.update(self._adding)
         return [part for part, digest in self._adding.items() if digest.is_whole]
