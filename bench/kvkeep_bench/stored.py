@@ -66,6 +66,7 @@ class StoredCache:
             self.cache_id,
             expected=self.engine.planner.identity,
             ratio=None,
+            room_for=stores.memory.room,
         )
         device = self.engine.loaded.language_model.device
         return to_engine(loaded.rows, loaded.manifest.tokens_total, device)

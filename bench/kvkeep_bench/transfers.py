@@ -19,6 +19,7 @@ from kvkeep_storage.artifact import CacheRows, LayerRows, RowBytes
 from kvkeep_storage.part_digests import RangeDigests
 from kvkeep_storage.range_plan import RANGE_BYTES
 from kvkeep_storage.reading import PARALLEL_READS
+from kvkeep_storage.spare_memory import Room, new_room
 
 Content = TypeVar("Content")
 
@@ -65,10 +66,10 @@ def ranges_of(sizes: dict[str, int]) -> list[Range]:
     ]
 
 
-def read_files(ranges: Sequence[Range]) -> RowBytes:
-    """Read ranges of files into one fresh buffer, as many at once as a load does."""
+def read_files(ranges: Sequence[Range], room_for: Room = new_room) -> RowBytes:
+    """Read ranges of files into one buffer, as many at once as a load has on their way."""
     starts = [0, *accumulate(part.size_bytes for part in ranges)]
-    into = np.empty(starts[-1], np.uint8)
+    into = room_for(starts[-1])
 
     def read(part: Range, start: int) -> None:
         here = into[start : start + part.size_bytes]

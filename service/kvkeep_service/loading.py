@@ -61,6 +61,7 @@ async def bring(
             ratio=ratio,
             first_ratio=first_ratio,
             observer=arriving,
+            room_for=stores.memory.room,
         )
     except BaseException as error:
         arriving.fail(error)

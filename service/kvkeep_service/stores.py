@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -18,6 +18,7 @@ from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.quotas import NO_QUOTAS, Quotas
 from kvkeep_storage.sources import ObjectSource, Source
+from kvkeep_storage.spare_memory import SpareMemory
 
 _log = structlog.get_logger(__name__)
 
@@ -35,6 +36,7 @@ class Stores:
     jobs: Jobs
     quotas: Quotas = NO_QUOTAS
     disk: DiskTier | None = None
+    memory: SpareMemory = field(default_factory=SpareMemory)
 
     @property
     def source(self) -> Source:

@@ -233,6 +233,7 @@ class LocalWorker:
         self._sessions.drop_cache(tenant, cache_id)
         if self._host is not None:
             self._host.drop(CacheKey(tenant, cache_id))
+        self._stores.memory.clear()
 
     async def forget(self, tenant: str, context_id: str) -> None:
         """As ``ports.Worker.forget``."""

@@ -1,6 +1,5 @@
 """One layer of one slab as it lies in memory: head by head, each in its own run."""
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,13 +17,11 @@ from kvkeep_storage.artifact import (
     RowBytes,
 )
 from kvkeep_storage.errors import Corrupt
+from kvkeep_storage.spare_memory import Room, new_room
 
 # Each tensor begins where a vector instruction likes it.
 _ALIGNMENT = 64
 _HALF_BYTES = 2
-_PAGE_BYTES = 4096
-# A stop is heard of within a millisecond.
-_TOUCHED_BYTES = 1024 * _PAGE_BYTES
 
 # Which of a part's tensors are K and V: nearly all of its bytes.
 ROW_TENSORS = range(2, 4)
@@ -58,7 +55,10 @@ class LayerPart:
 
 
 def empty_layers(
-    counts: Int32Array, row_bytes: int, quantization: Quantization = "none"
+    counts: Int32Array,
+    row_bytes: int,
+    quantization: Quantization = "none",
+    room_for: Room = new_room,
 ) -> tuple[LayerRows, ...]:
     """Room for every row of a cache, not yet filled. counts: int32 [bands, layers, heads].
 
@@ -73,7 +73,7 @@ def empty_layers(
         sizes += [rows * _HALF_BYTES] * len(SCALE_NAMES[quantization]) + [mean_bytes]
         layer_sizes.append(sizes)
     room_bytes = sum(_aligned(size) for sizes in layer_sizes for size in sizes)
-    room = np.empty(room_bytes + _ALIGNMENT, np.uint8)
+    room = room_for(room_bytes + _ALIGNMENT)
     start = -room.ctypes.data % _ALIGNMENT
     layers = []
     for sizes in layer_sizes:
@@ -85,23 +85,6 @@ def empty_layers(
         scales = _scales(parts[3:], counts.shape[2], quantization)
         layers.append(LayerRows(k, v, parts[2].view(np.int32), scales))
     return tuple(layers)
-
-
-def touch(layers: Iterable[LayerRows], stop: threading.Event) -> None:
-    """Have the kernel give the memory of empty layers, until told to stop.
-
-    Whoever first writes to new memory waits for the kernel to clear it, a third of what reading
-    a file from its cache costs. This does it in advance, while there is nothing to read yet.
-    Modifies: some bytes of K and V, so none may be there yet.
-    """
-    for layer in layers:
-        for rows in (layer.k, layer.v):
-            content = rows.reshape(-1)
-            for start in range(0, len(content), _TOUCHED_BYTES):
-                if stop.is_set():
-                    return
-                # So many that numpy lets go of the interpreter lock.
-                content[start : start + _TOUCHED_BYTES : _PAGE_BYTES] = 0
 
 
 def _scales(

@@ -35,6 +35,7 @@ from kvkeep_storage.reading import Reading, StillWriting
 from kvkeep_storage.records import CacheRecord
 from kvkeep_storage.retries import ATTEMPTS, retrying
 from kvkeep_storage.sources import Origin, Source
+from kvkeep_storage.spare_memory import Room, new_room
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +65,14 @@ async def load(
     ratio: float | None,
     first_ratio: float | None = None,
     observer: LoadObserver | None = None,
+    room_for: Room = new_room,
 ) -> LoadedCache:
     """Load the committed generation of a cache, holding a read lease meanwhile.
 
     Every head's run is the exact prefix that ``ratio`` keeps; None is all. With ``first_ratio``
     the bands up to it are read and announced before any other is. Without ``expected`` any
-    model's cache will do, for one who only verifies. Modifies nothing.
+    model's cache will do, for one who only verifies. The rows lie in memory of ``room_for``.
+    Modifies nothing.
     Raises: NotFound when no generation is committed; Corrupt, naming cache and generation, when
     its bytes are proven wrong (see ``quarantine``); Incompatible for another model than
     ``expected`` or a newer schema; Invalid for a ratio that the cache is not cut at, or a
@@ -83,7 +86,9 @@ async def load(
             if cache is None:
                 break
             try:
-                return await read_generation(source, cache, expected, ratio, first_ratio, announcer)
+                return await read_generation(
+                    source, cache, expected, ratio, first_ratio, announcer, room_for
+                )
             except (Corrupt, NotFound) as error:
                 now = await metadata.cache(tenant, cache_id)
                 if now is None or now.generation != cache.generation:
@@ -102,6 +107,7 @@ async def read_generation(
     ratio: float | None,
     first_ratio: float | None,
     announcer: Announcer,
+    room_for: Room = new_room,
 ) -> LoadedCache:
     """Read and verify one generation as its record describes it; see ``load``.
 
@@ -119,7 +125,7 @@ async def read_generation(
     first = bands if first_ratio is None else manifest.bands(first_ratio)
     if first > bands:
         raise Invalid("first_ratio", f"{first_ratio} is above the ratio {ratio}")
-    rows = await _read_rows(source, key, manifest, (first, bands), doubts, announcer)
+    rows = await _read_rows(source, key, manifest, (first, bands), doubts, announcer, room_for)
     return LoadedCache(rows, manifest, cache, "store" if doubts.any else origin)
 
 
@@ -130,6 +136,7 @@ async def _read_rows(
     ends: tuple[int, int],
     doubts: Doubts,
     announcer: Announcer,
+    room_for: Room,
 ) -> CacheRows:
     """Read the bands up to ``ends[0]``, then those up to ``ends[1]``.
 
@@ -138,7 +145,7 @@ async def _read_rows(
     first, bands = ends
     lost = 0
     while True:
-        reading = await asyncio.to_thread(Reading, source, key, manifest, bands, doubts)
+        reading = await asyncio.to_thread(Reading, source, key, manifest, bands, doubts, room_for)
         announcer.expect(key.generation, manifest.num_layers, first)
         try:
             await reading.read(range(first), announcer)

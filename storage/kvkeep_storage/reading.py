@@ -7,9 +7,6 @@ its deadline ends the whole reading with ``StillWriting``.
 """
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -19,13 +16,14 @@ from kvkeep_storage.concurrency import run_together
 from kvkeep_storage.doubts import Doubts
 from kvkeep_storage.errors import Corrupt, ObjectsUnavailable
 from kvkeep_storage.keys import GenerationKey
-from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts, touch
+from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts
 from kvkeep_storage.manifest import Manifest
 from kvkeep_storage.part_digests import PartDigest, RangeDigests
 from kvkeep_storage.range_plan import RangeRead, Run, plan_ranges
 from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab_layout import SlabLayout, read_layout
 from kvkeep_storage.sources import Source
+from kvkeep_storage.spare_memory import Room
 
 PARALLEL_READS = 8
 
@@ -43,7 +41,13 @@ class Reading:
     """One set of buffers and the slabs that fill it. For one task; used once."""
 
     def __init__(
-        self, source: Source, key: GenerationKey, manifest: Manifest, bands: int, doubts: Doubts
+        self,
+        source: Source,
+        key: GenerationKey,
+        manifest: Manifest,
+        bands: int,
+        doubts: Doubts,
+        room_for: Room,
     ) -> None:
         """Make room for the first ``bands`` bands of a generation."""
         counts = manifest.counts_array()[:bands]
@@ -54,14 +58,13 @@ class Reading:
             manifest.ratios[:bands],
             counts,
             manifest.protected_array(),
-            empty_layers(counts, manifest.row_bytes, manifest.quantization),
+            empty_layers(counts, manifest.row_bytes, manifest.quantization, room_for),
             manifest.quantization,
         )
         self._source = source
         self._key = key
         self._manifest = manifest
         self._doubts = doubts
-        self._is_touched = False
 
     async def read(self, bands: range, announcer: Announcer | None) -> None:
         """Read and verify every part of some bands. Modifies: their rows in ``rows``.
@@ -72,39 +75,15 @@ class Reading:
         """
         if not bands:
             return
-        async with self._touched():
-            found = await run_together(
-                (self._doubts.settle(partial(self._layout, band)) for band in bands),
-                limit=PARALLEL_READS,
-            )
-            layouts = dict(zip(bands, found, strict=True))
-            missing = await asyncio.to_thread(
-                layer_parts, self.rows.counts, self.rows.layers, bands
-            )
-            runs = await asyncio.to_thread(plan_ranges, layouts, missing)
+        found = await run_together(
+            (self._doubts.settle(partial(self._layout, band)) for band in bands),
+            limit=PARALLEL_READS,
+        )
+        layouts = dict(zip(bands, found, strict=True))
+        missing = await asyncio.to_thread(layer_parts, self.rows.counts, self.rows.layers, bands)
+        runs = await asyncio.to_thread(plan_ranges, layouts, missing)
         while missing := await self._pass(runs, missing, announcer):
             runs = await asyncio.to_thread(plan_ranges, layouts, missing)
-
-    @asynccontextmanager
-    async def _touched(self) -> AsyncIterator[None]:
-        """Have the memory ready for what is read after this; once, when nothing is there yet.
-
-        Planning keeps one core busy, and waiting for a store none.
-        """
-        if self._is_touched:
-            yield
-            return
-        self._is_touched = True
-        stop = threading.Event()
-        loop = asyncio.get_running_loop()
-        touching = loop.run_in_executor(None, touch, self.rows.layers, stop)
-        try:
-            yield
-        finally:
-            stop.set()
-        # Nothing may be read before it has ended. A load that ends here reads nothing more, and
-        # must not wait for a thread before it gives its lease back.
-        await touching
 
     async def _layout(self, band: int) -> SlabLayout:
         """Check the size of a slab, and its header."""

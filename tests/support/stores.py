@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvkeep_storage.arrival import LoadObserver
-from kvkeep_storage.artifact import CacheRows
+from kvkeep_storage.artifact import CacheRows, RowBytes
 from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.commit import commit
 from kvkeep_storage.documents import DocumentBody, mirror_context, put_document
@@ -18,6 +20,7 @@ from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
 from kvkeep_storage.records import BuildLease, CacheRecord, ContextRecord
 from kvkeep_storage.sources import ObjectSource, Source
+from kvkeep_storage.spare_memory import Room
 
 TENANT = "acme"
 
@@ -78,6 +81,11 @@ def context_for(facts: ManifestFacts, context_id: str, **changes: Any) -> Contex
     return ContextRecord(**(content | changes))
 
 
+def used_room(size_bytes: int) -> RowBytes:
+    """Memory as a load may get it: full of another cache's bytes, here of NaN."""
+    return np.full(size_bytes, 0xFF, np.uint8)
+
+
 @dataclass(slots=True)
 class Stores:
     """Everything that commit, load, sweeper and reindex work on; ``root`` holds the objects."""
@@ -124,6 +132,7 @@ class Stores:
         source: Source | None = None,
         first_ratio: float | None = None,
         observer: LoadObserver | None = None,
+        room_for: Room = used_room,
     ) -> LoadedCache:
         return await load(
             source or ObjectSource(self.objects),
@@ -136,6 +145,7 @@ class Stores:
             ratio=ratio,
             first_ratio=first_ratio,
             observer=observer,
+            room_for=room_for,
         )
 
     def folder(self, cache: CacheRecord) -> Path:

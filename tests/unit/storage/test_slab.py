@@ -1,6 +1,5 @@
 import json
 import random
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows, Quantization
 from kvkeep_storage.errors import Corrupt, Invalid
-from kvkeep_storage.layer_parts import empty_layers, layer_parts, touch
+from kvkeep_storage.layer_parts import empty_layers, layer_parts
 from kvkeep_storage.part_digests import PartDigest, RangeDigests
 from kvkeep_storage.range_plan import plan_ranges
 from kvkeep_storage.slab import EncodedSlab, encode_slab, tensor_names
@@ -399,18 +398,3 @@ def test_the_largest_finite_numbers_are_stored() -> None:
     largest = np.full((len(layer.k), rows.head_dim), np.finfo(np.float16).max, np.float16)
     extreme = LayerRows(np.ascontiguousarray(largest).view(np.uint8), layer.v, layer.position)
     encode_slab(replace(rows, layers=(extreme, rows.layers[1])), 0)
-
-
-def test_memory_is_touched_until_it_is_told_to_stop() -> None:
-    layers = empty_layers(np.full((1, 3, 2), 5000, np.int32), row_bytes=512)
-    for layer in layers:
-        layer.k.fill(7)
-        layer.v.fill(7)
-    stop = threading.Event()
-    stop.set()
-    touch(layers, stop)
-    assert all((layer.k == 7).all() and (layer.v == 7).all() for layer in layers)
-    touch(layers, threading.Event())
-    for layer in layers:
-        for rows in (layer.k, layer.v):
-            assert not rows.reshape(-1)[::4096].any()
