@@ -98,13 +98,14 @@ return 1
 )
 
 # ARGV group nobody ttl_ms    -> how many entries had an owner or waited for one
+# Consumers go as well: none of them is alive, and nothing is theirs any more.
 VOID: Final = (
     _GROUP
     + """
 local start, voided = '-', 0
 while true do
   local pending = redis.call('XPENDING', KEYS[1], ARGV[1], start, '+', 100)
-  if #pending == 0 then return voided end
+  if #pending == 0 then break end
   for _, entry in ipairs(pending) do
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry[1], 'IDLE', ARGV[3],
                'RETRYCOUNT', entry[4], 'JUSTID')
@@ -112,6 +113,14 @@ while true do
     start = '(' .. entry[1]
   end
 end
+for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local consumer = {}
+  for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
+  if consumer.name ~= ARGV[2] then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
+  end
+end
+return voided
 """
 )
 

@@ -165,8 +165,9 @@ class Context:
 
         A failed context is queued: ``wait()`` for it. A ready one stays ready and answers from
         its present cache until the new one is there.
-        Raises: Conflict, when the stored document is damaged; QuotaExceeded and the other errors
-            of the API.
+        Raises: BuildMismatch, when the server would build another cache than the one that was
+            registered; Conflict, when the stored document is damaged; QuotaExceeded and the other
+            errors of the API.
         """
         self.info = read_context(self._transport.fields(calls.rebuild_context(self.id)))
         return self

@@ -56,18 +56,29 @@ async def test_a_job_that_every_living_builder_refuses_is_given_up_in_its_time(
 ) -> None:
     jobs = Jobs(metadata, ttl_seconds=1000, retry_seconds=0, refused_seconds=0)
     await jobs.enqueue(TENANT, "ctx_01")
-    assert await jobs.claim("w2", 0) is not None
-    await jobs.void_owners()
-    assert not await jobs.refuse(await claimed(jobs, "w1")), "w2 may be able to"
-    await jobs.void_owners()
+    await jobs.retry_later(await claimed(jobs, "w2"), counted=False)
+    job = await claimed(jobs, "w1")
+    assert not await jobs.refuse(job), "w2 may be able to"
+    await jobs.retry_later(job, counted=False)
     assert await jobs.num_builders() == 2
-    assert await jobs.refuse(await claimed(jobs, "w2"))
-    await jobs.void_owners()
+    job = await claimed(jobs, "w2")
+    assert await jobs.refuse(job)
+    await jobs.retry_later(job, counted=False)
     # Somebody new: it may be able to.
-    job = await claimed(jobs, "w3")
-    await jobs.void_owners()
+    await jobs.retry_later(await claimed(jobs, "w3"), counted=False)
     assert not await jobs.refuse(await claimed(jobs, "w1"))
     assert 0 < await redis.ttl(refusals(job.id)) <= 2 * REFUSED_SECONDS
+
+
+async def test_builders_of_an_earlier_start_count_no_more(metadata: Metadata) -> None:
+    jobs = Jobs(metadata, ttl_seconds=1000)
+    await jobs.enqueue(TENANT, "ctx_01")
+    before = await claimed(jobs, "w1")
+    assert await jobs.void_owners() == 1
+    assert await jobs.num_builders() == 0
+    again = await claimed(jobs, "w2")
+    assert (again.id, again.attempts) == (before.id, 2)
+    assert await jobs.num_builders() == 1
 
 
 async def test_a_refused_job_waits_its_time_from_when_nobody_was_left(
