@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkeep_kernels import reference
 from kvkeep_kernels.layout import (
+    UNBOUNDED,
     CodeKind,
     ContextRows,
     DecodeBatch,
@@ -21,6 +22,7 @@ from kvkeep_kernels.layout import (
     RaggedKV,
 )
 from kvkeep_kernels.quantize import quantize_kv
+from kvkeep_kernels.step_tables import StepGroup, StepShape, StepTables
 
 TOLERANCE = 2e-2
 """The largest error allowed on outputs of about 1: bf16 has 3 digits, a wrong kernel none."""
@@ -77,6 +79,25 @@ def _probe_decode(device: torch.device, kind: CodeKind | None = None) -> None:
         _compare(out[rows], expected)
 
 
+def _probe_step(device: torch.device) -> None:
+    values = _Values(device)
+    context, own = values.context((0, 1, 60)), values.tail(3)
+    rows = torch.zeros(1, 2, _HEADS, 8, _HEAD_DIM, dtype=own.k.dtype, device=device)
+    rows[0, 0, :, :2], rows[0, 1, :, :2] = own.k[:, :2], own.v[:, :2]
+    # Room for two, of which one is there.
+    shape = StepShape(
+        (UNBOUNDED,), 2, _HEADS, _GROUP_SIZE, _HEAD_DIM, own.k.dtype, None, tile_rows=16
+    )
+    numbers = torch.zeros(shape.numbers, dtype=torch.int64, device=device)
+    tables = StepTables(shape, numbers)
+    numbers.copy_(torch.tensor(tables.describe([StepGroup([context], (rows,))])))
+    tables.set_tail_tokens(torch.tensor([3, 1], device=device))
+    tables.append(0, own.k[:, 2].expand(2, -1, -1), own.v[:, 2].expand(2, -1, -1))
+    q = values.normal(2, _HEADS * _GROUP_SIZE, _HEAD_DIM)
+    out = tables.attend(0, q, scale=_SCALE)
+    _compare(out[:1], reference.ragged_decode(q[:1], context, [own], scale=_SCALE))
+
+
 def _probe_prefill(device: torch.device, kind: CodeKind | None = None) -> None:
     from kvkeep_kernels._triton import prefill
 
@@ -126,6 +147,7 @@ def _probe_gather(device: torch.device) -> None:
 
 PROBES: dict[str, Callable[[torch.device], None]] = {
     "ragged_decode": _probe_decode,
+    "decode_step": _probe_step,
     "ragged_prefill": _probe_prefill,
     "quantized_rows": _probe_quantised,
     "column_reduce": _probe_scoring,

@@ -208,10 +208,10 @@ def test_a_step_that_is_not_what_it_was_captured_for_is_never_replayed(
     held: list[int] = []
     one = asked(model, view(model, 3, 30, 9), 6)
     steps = DeviceSteps(model, TapeCapture(), held.append)
-    for token in (3, 8, 120):
+    for token in (3, 120):
         one.generated.append(token % VOCABULARY)
         check_step(steps, model, [one])
-    assert steps.counts == StepCounts(replayed=0, launched=3, graphs_failed=1)
+    assert steps.counts == StepCounts(replayed=0, launched=2, graphs_failed=1)
     assert sum(held) == 0
 
 
