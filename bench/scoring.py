@@ -45,22 +45,22 @@ DOCUMENT = Path(__file__).parents[1] / "tests" / "data" / "alice.txt"
 # Past the title page and the contents.
 DOCUMENT_START = 2000
 RATIOS = (0.5, 0.3, 0.2, 0.1)
-EXACT = "exact"
+EXACT: Scoring = "exact"
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of scoring; ``largest_chunk`` None is the server's own."""
+    """One way of scoring; ``chunk`` None is the server's own number of tokens."""
 
     scoring: Scoring
     neighbours: int = 0
-    largest_chunk: int | None = None
+    chunk: int | None = None
 
     def policy(self, engine: EngineSide, num_tokens: int, max_positions: int) -> KVzip:
         """For a text of ``num_tokens``, with what is in front of it."""
         chunk = chunk_tokens(self.scoring, num_tokens, max_positions)
-        if self.largest_chunk is not None:
-            chunk = min(chunk, self.largest_chunk)
+        if self.chunk is not None:
+            chunk = min(self.chunk, chunk_tokens(EXACT, num_tokens, max_positions))
         return engine.policy(self.scoring, chunk, self.neighbours)
 
 
@@ -68,7 +68,8 @@ WAYS: Mapping[str, Way] = {
     EXACT: Way("exact"),
     "local": Way("local"),
     "local, 1 neighbour": Way("local", neighbours=1),
-    "exact, chunks of 1024": Way("exact", largest_chunk=1024),
+    "local, chunks of 1024": Way("local", chunk=1024),
+    "exact, chunks of 544": Way("exact", chunk=544),
 }
 COSTS: tuple[Scoring, ...] = ("exact", "local")
 

