@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvkeep_kernels.step_tables import StepShape
+from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.device_step import Decoding, DeviceStep, One, parts_of
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.ports import StepCounts
@@ -26,6 +27,9 @@ MOST_SHAPES: Final = 24
 
 # Of the length of the logits: the same kernels, but that a library may choose another product.
 _TOLERANCES: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+# Of each tail: all of them may be gigabytes, and a graph that is wrong writes where one was.
+_COMPARED_ROWS: Final = 16
 
 _log = structlog.get_logger(__name__)
 
@@ -96,6 +100,12 @@ class GraphOptions:
 
     is_on: bool = True
     on_held: Callable[[int], None] = lambda _: None
+
+
+def _end_of(tail: Tail) -> Tensor:
+    """The last rows of a tail and the one behind them, as a view."""
+    last = tail.tokens + 1
+    return tail.buffer[:, :, :, max(0, last - _COMPARED_ROWS) : last]
 
 
 @dataclass(slots=True)
@@ -193,15 +203,15 @@ class DeviceSteps:
     ) -> None:
         """Compare what a graph does with what its step has just done. Waits for the device.
 
-        Leaves the tails as the step has left them, whatever the graph wrote there.
+        Leaves the ends of the tails as the step has left them, whatever the graph wrote there.
         """
         used = [number for number, one in enumerate(rows) if one is not None]
-        tails = [one.tail.buffer[:, :, :, : one.tail.tokens + 1] for one in rows if one is not None]
+        tails = [_end_of(one.tail) for one in rows if one is not None]
         kept = [tail.clone() for tail in tails]
-        for tail in tails:
-            # The row that the graph is to write: were it not to, everything would be NaN.
-            tail[:, :, :, -1] = torch.nan
         try:
+            for tail in tails:
+                # The row that the graph is to write: were it not to, everything would be NaN.
+                tail[:, :, :, -1] = torch.nan
             graph.replay()
             pairs = [(graph.logits[used], logits[used]), *zip(tails, kept, strict=True)]
             errors = [(found - wanted).norm() / wanted.norm() for found, wanted in pairs]

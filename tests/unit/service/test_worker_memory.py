@@ -49,6 +49,17 @@ async def test_a_build_that_can_never_fit_fails_with_both_numbers(
         assert service.worker.stats().reserved_bytes == 0
 
 
+async def test_what_graphs_of_a_gpu_hold_is_taken_out_of_the_bound(
+    stores: Stores, tiny: LoadedModel
+) -> None:
+    async with serving(stores, tiny, memory_bytes=10**9) as service:
+        memory = service.worker._residency.reservations
+        await asyncio.to_thread(service.worker._graphs_held, 10**6)
+        await until(lambda: memory.size_bytes == 10**9 - 10**6)
+        await asyncio.to_thread(service.worker._graphs_held, -(10**6))
+        await until(lambda: memory.size_bytes == 10**9)
+
+
 async def test_a_build_waits_while_answers_have_the_memory_and_is_done_then(
     stores: Stores, tiny: LoadedModel
 ) -> None:
