@@ -128,9 +128,12 @@ class Bench:
                         building.course.share_between(answers.began, answers.ended, alone)
                     )
                 title = f"closed, {count} client{'s' if count > 1 else ''}"
-                rows.append(Row.of(title, name, Answers.joined(without)))
+                alone_row = Row.of(title, name, Answers.joined(without))
                 share = statistics.fmean(shares)
-                rows.append(Row.of(title, name, Answers.joined(beside), share))
+                beside_row = Row.of(title, name, Answers.joined(beside), share)
+                rows += [alone_row, beside_row]
+                p99s = f"{alone_row.between_p99_ms:.0f}, {beside_row.between_p99_ms:.0f} ms"
+                progress(f"p99 between tokens {p99s}, a build at {share:.2f}")
         return rows
 
     def open(self, rates: Sequence[float]) -> list[Row]:
