@@ -21,6 +21,7 @@ from kvkeep_bench.stock import StockModel
 from kvkeep_service.config import load_settings
 from kvkeep_service.engine.cache import ContextView
 from kvkeep_service.engine.scheduler import Scheduler
+from kvkeep_service.policies.kvzip import CHUNK_TOKENS
 
 _PIECES = 3
 """A row with a build and one without are measured by turns, as a machine is not always as fast."""
@@ -158,8 +159,9 @@ class Bench:
         )
 
     def _building(self) -> Building:
-        model, policy = self._engine.loaded.language_model, self._engine.policy("local", 1024)
-        return Building(self._scheduler, model, policy, self._sizes.tokens, self._sizes.ratio)
+        sizes, model = self._sizes, self._engine.loaded.language_model
+        policy = self._engine.policy("local", CHUNK_TOKENS["local"])
+        return Building(self._scheduler, model, policy, sizes.tokens, sizes.ratio)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvkeep_service.build_counts import LOSS_NATS, BuildCounts
-from kvkeep_service.ports import AnswerEvent, CacheCounts, EngineCounts, Worker, WorkerStats
+from kvkeep_service.engine_counts import EngineCounts
+from kvkeep_service.ports import AnswerEvent, CacheCounts, Worker, WorkerStats
 from kvkeep_storage.disk_tier import DiskStats
 
 # From a resident cache on a GPU to a cold one on a CPU.

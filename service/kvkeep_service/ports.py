@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvkeep_service.build_counts import BuildCounts
+from kvkeep_service.engine_counts import EngineCounts
 from kvkeep_storage.fidelity import Fidelity as Fidelity
 from kvkeep_storage.fidelity import RatioFidelity as RatioFidelity
 from kvkeep_storage.fingerprint import Fingerprint
@@ -257,32 +258,6 @@ class WorkerStats:
     reserved_bytes: int = 0
     sessions: int = 0
     session_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepCounts:
-    """How decode steps ran on a GPU: replayed from a graph, or launched kernel by kernel.
-
-    ``graphs_failed``: 1 once a graph was found wrong, or could not be made; none is used then.
-    """
-
-    replayed: int = 0
-    launched: int = 0
-    graphs_failed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """Where the engine's time went, and how often memory ran out, since the start.
-
-    ``shed``: answers that were ended for want of memory.
-    """
-
-    answer_seconds: float
-    build_seconds: float
-    out_of_memory: int
-    shed: int
-    steps: StepCounts = StepCounts()
 
 
 class Worker(Protocol):

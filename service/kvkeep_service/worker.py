@@ -16,6 +16,7 @@ from kvkeep_service.engine.graphs import GraphOptions
 from kvkeep_service.engine.memory import is_out_of_memory
 from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.engine.scheduler import Scheduler
+from kvkeep_service.engine_counts import EngineCounts
 from kvkeep_service.errors import (
     ContextModelMismatch,
     MemoryShort,
@@ -32,7 +33,6 @@ from kvkeep_service.ports import (
     CacheCounts,
     CompressionSpec,
     DocumentSpec,
-    EngineCounts,
     ModelInfo,
     Prepared,
     QueryRequest,

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 
 from kvkeep_service.build_counts import BuildCounter, BuildCounts
+from kvkeep_service.engine_counts import EngineCounts
 from kvkeep_service.errors import (
     ContextNotReady,
     DocumentTooLong,
@@ -26,7 +27,6 @@ from kvkeep_service.ports import (
     CacheCounts,
     CompressionSpec,
     DocumentSpec,
-    EngineCounts,
     KernelsInfo,
     LoadCount,
     ModelInfo,

@@ -20,8 +20,8 @@ from kvkeep_service.engine.decode import (
 from kvkeep_service.engine.graphs import DeviceSteps, GraphOptions
 from kvkeep_service.engine.memory import attempt, give_back, is_out_of_memory
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine_counts import StepCounts
 from kvkeep_service.errors import MemoryShort
-from kvkeep_service.ports import StepCounts
 
 ROUND_TOKENS = 256
 """Question tokens that one round reads: bounds how long a running answer waits for new ones."""

@@ -19,7 +19,7 @@ from kvkeep_kernels.step_tables import StepShape
 from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.device_step import Decoding, DeviceStep, One, parts_of
 from kvkeep_service.engine.model import LanguageModel
-from kvkeep_service.ports import StepCounts
+from kvkeep_service.engine_counts import StepCounts
 from kvkeep_service.telemetry import where
 
 MOST_SHAPES: Final = 24

@@ -24,8 +24,8 @@ from kvkeep_service.engine.builds import Builds, BuildTask
 from kvkeep_service.engine.fair_queue import FairQueue
 from kvkeep_service.engine.graphs import GraphOptions
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine_counts import EngineCounts
 from kvkeep_service.errors import Overloaded, WorkerUnavailable
-from kvkeep_service.ports import EngineCounts
 
 MAX_RUNNING = 32
 """Sequences decoded together; more wait."""

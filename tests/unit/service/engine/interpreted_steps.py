@@ -18,7 +18,7 @@ from kvkeep_service.engine.device_step import DeviceStep, parts_of
 from kvkeep_service.engine.graphs import DeviceSteps, GraphOptions
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.sampling import SamplingOptions
-from kvkeep_service.ports import StepCounts
+from kvkeep_service.engine_counts import StepCounts
 
 from ....support.ragged_values import placed, quantized, ragged
 from ....support.tape import TapeCapture
