@@ -40,7 +40,6 @@ class PartDigest:
         A call for each view is most of what a digest costs beside the hashing, so this is the
         hash itself where that can be.
         """
-        self.catch_up()
         if stretch.offset != self._done:
             early = self._early[stretch.offset] = []
             return early.append

@@ -205,8 +205,12 @@ async def test_closing_the_iterator_stops_the_generation_within_one_token(
 async def test_a_dropped_cache_is_forgotten(service: Service) -> None:
     request = await service.ready()
     assert service.worker.stats().resident_caches == 1
+    memory = service.stores.memory
+    memory.room(2**22).fill(7)
+    assert memory.room(2**22).any()
     await service.worker.drop(TENANT, request.cache_id)
     assert service.worker.stats() == IDLE
+    assert not memory.room(2**22).any()
     assert (await service.answer(request)).timings.source == "store"
 
 

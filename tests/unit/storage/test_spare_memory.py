@@ -53,13 +53,14 @@ def test_memory_that_anybody_can_still_see_is_given_to_nobody_else(
     assert memory.room(SIZE).ctypes.data == address
 
 
-@pytest.mark.parametrize("size_bytes", [SIZE // 4, 2 * SIZE])
-def test_a_room_of_quite_another_size_is_left_for_others(size_bytes: int) -> None:
+@pytest.mark.parametrize(("kept_bytes", "size_bytes"), [(SIZE, 2 * SIZE), (3 * SIZE, SIZE)])
+def test_a_room_of_quite_another_size_is_left_for_others(kept_bytes: int, size_bytes: int) -> None:
     memory = SpareMemory()
-    address = _marked(memory).ctypes.data
+    address = _marked(memory, kept_bytes).ctypes.data
     other = memory.room(size_bytes)
     assert other.nbytes == size_bytes
-    assert memory.room(SIZE).ctypes.data == address
+    assert not other.any()
+    assert memory.room(kept_bytes).ctypes.data == address
 
 
 def test_only_a_few_rooms_are_kept() -> None:
