@@ -118,6 +118,7 @@ def test_a_build_between_answers_changes_neither(
     assert {progress.stage for progress in building.progress} == {
         "prefill",
         "scoring",
+        "checking",
         "compacting",
     }
 
