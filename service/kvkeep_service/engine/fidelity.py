@@ -12,7 +12,7 @@ has yet to find the place, from all rows as from few.
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ def sample_of(ids: Sequence[int], num_read: int, prompt: Sequence[int] = ()) -> 
 
 
 class Meter:
-    """Measures what the ratios of one selection lose; one work item per batch of forwards."""
+    """Measures what the ratios of one selection lose; one work item per layer of its forwards."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Meter:
             ratio for ratio in reversed(selection.ratios) if not self._is_known(ratio)
         )
 
-    def measure(self, ratios: Sequence[float]) -> Iterator[None]:
+    def measure(self, ratios: Sequence[float]) -> Generator[None, None, None]:
         """Measure ratios of the selection, at most ``num_left``. Yields after each work item.
 
         Modifies: this meter, which knows them from then on.
@@ -139,14 +139,14 @@ class Meter:
         together = max(1, MAX_SPANS // self._sample.num_spans)
         for first in range(0, len(wanted), together):
             some = wanted[first : first + together]
-            for ratio, reading in zip(some, self._read(self._sample, some), strict=True):
+            readings = yield from self._read(self._sample, some)
+            for ratio, reading in zip(some, readings, strict=True):
                 if ratio is None:
                     self._reference = reading
                     continue
                 assert self._reference is not None, "the full cache is read first"
                 measured = _compared(ratio, reading, self._reference, self._sample.num_spans)
                 self._measured[ratio] = measured
-            yield
 
     @property
     def num_left(self) -> int:
@@ -175,8 +175,13 @@ class Meter:
     def _is_known(self, ratio: float) -> bool:
         return ratio in self._measured or (self._is_exact and ratio == 1.0)
 
-    def _read(self, sample: Sample, ratios: Sequence[float | None]) -> list["_Reading"]:
-        """One forward over the same tokens for each ratio; None is the full cache."""
+    def _read(
+        self, sample: Sample, ratios: Sequence[float | None]
+    ) -> Generator[None, None, list["_Reading"]]:
+        """One forward over the same tokens for each ratio; None is the full cache.
+
+        Yields after each layer, and after each piece of the logits.
+        """
         model = self._model
         kept = _OneLayer(self._kept)
         passes = []
@@ -186,8 +191,16 @@ class Meter:
             passes.append(QuestionPass(self._view(ratio, kept), tail))
         ids = torch.tensor([sample.ids[:-1]]).repeat(len(ratios), 1)
         positions = torch.arange(self._num_tokens, self._num_tokens + sample.num_rows)
-        hidden = model.hidden(ids, positions.repeat(len(ratios), 1), SideBySide(passes))
-        return [_judged(model, sample, states) for states in hidden]
+        forward = model.begin(ids, positions.repeat(len(ratios), 1))
+        attention = SideBySide(passes)
+        for layer in range(model.shape.num_layers):
+            forward.run_layer(layer, attention)
+            yield
+        readings = []
+        for hidden in forward.finish():
+            reading = yield from _judged(model, sample, hidden)
+            readings.append(reading)
+        return readings
 
     def _view(self, ratio: float | None, kept: "_OneLayer") -> ContextView:
         if ratio is None:
@@ -205,7 +218,9 @@ class _Reading:
     best: Tensor
 
 
-def _judged(model: LanguageModel, sample: Sample, hidden: Tensor) -> _Reading:
+def _judged(
+    model: LanguageModel, sample: Sample, hidden: Tensor
+) -> Generator[None, None, _Reading]:
     """What the counted rows say of their next tokens. hidden [rows, hidden size]."""
     nll, best = [], []
     counted = torch.tensor(sample.counted)
@@ -216,6 +231,7 @@ def _judged(model: LanguageModel, sample: Sample, hidden: Tensor) -> _Reading:
         target = wanted.to(logits.device)
         nll.append(torch.nn.functional.cross_entropy(logits, target, reduction="none").cpu())
         best.append(logits.argmax(dim=-1).cpu())
+        yield
     return _Reading(torch.cat(nll).double(), torch.cat(best))
 
 

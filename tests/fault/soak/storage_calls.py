@@ -16,8 +16,11 @@ from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.commit import commit
+from kvkeep_storage.documents import get_document
 from kvkeep_storage.errors import Invalid, NotFound
+from kvkeep_storage.fingerprint import Fingerprint
 from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.leases import Leases
 from kvkeep_storage.load import LoadedCache, load
 from kvkeep_storage.lone_documents import delete_lone_document, lone_documents
@@ -39,7 +42,10 @@ GRACE_SECONDS = 2.0
 
 
 class SyntheticWorker:
-    """As much of the worker's port as registering and deleting use."""
+    """As much of the worker's port as registering, rebuilding and deleting use."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
 
     @property
     def model(self) -> ModelInfo:
@@ -59,6 +65,11 @@ class SyntheticWorker:
             full_bytes=1_000_000,
             fingerprint=facts.fingerprint,
         )
+
+    async def planned(self, tenant: str, context_id: str) -> Fingerprint:
+        """What every worker here makes of the document that is stored."""
+        body = await get_document(self._objects, DocumentKey(tenant, context_id))
+        return facts_of(tenant, body.text, body.ratio).fingerprint
 
     async def drop(self, tenant: str, cache_id: str) -> None:
         """Nothing is resident here."""
@@ -120,7 +131,7 @@ class Calls:
             )
             stores = replace(opened, leases=leases, jobs=jobs)
             await bind_if_new(stores.objects, stores.metadata)
-            remover = Remover(stores, SyntheticWorker())
+            remover = Remover(stores, SyntheticWorker(stores.objects))
             try:
                 yield cls(stores, remover, place.root, place.cap_bytes)
             finally:
@@ -129,7 +140,7 @@ class Calls:
     def on(self, objects: Objects) -> "Calls":
         """The same, with the objects of another store."""
         stores = replace(self.stores, objects=objects)
-        remover = Remover(stores, SyntheticWorker())
+        remover = Remover(stores, SyntheticWorker(stores.objects))
         return replace(self, stores=stores, remover=remover)
 
     async def register(
@@ -143,7 +154,7 @@ class Calls:
             model=None,
             expires=None if expires_seconds is None else Expiry("created_at", expires_seconds),
         )
-        worker = SyntheticWorker()
+        worker = SyntheticWorker(self.stores.objects)
         return await register(
             self.stores,
             worker,
@@ -157,7 +168,7 @@ class Calls:
         await self.remover.remove_context(tenant, context_id)
 
     async def rebuild(self, record: ContextRecord) -> None:
-        await rebuild(self.stores, SyntheticWorker(), record)
+        await rebuild(self.stores, SyntheticWorker(self.stores.objects), record)
 
     async def commit(self, lease: BuildLease, text: str, ratio: float) -> None:
         rows, facts = rows_of(lease.tenant, text, ratio), facts_of(lease.tenant, text, ratio)

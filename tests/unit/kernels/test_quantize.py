@@ -1,5 +1,7 @@
 """Quantised rows: bounded errors, exact bytes, and what is refused."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,7 +203,7 @@ def test_an_odd_width_is_no_trouble_in_8_bits(kind: CodeKind) -> None:
 def test_parts_that_disagree_make_no_quantised_rows() -> None:
     good = quantized(ragged([4, 4], 64, seed=3), "int4")
     assert isinstance(good, QuantizedKV)
-    parts = {name: getattr(good, name) for name in QuantizedKV.__slots__}
+    parts = {part.name: getattr(good, part.name) for part in fields(good) if part.init}
     for name, bad in (
         ("v", good.v[:, :8]),
         ("k_scale", good.k_scale.float()),
@@ -227,6 +229,10 @@ shapes = st.fixed_dictionaries(
 )
 
 
+# At head size 256 scores reach 20, and their roundings are seen in what they weigh.
+ATOL = 5e-5
+
+
 @settings(max_examples=20)
 @given(shape=shapes, tails=st.lists(st.sampled_from([1, 2, 65]), min_size=1, max_size=3))
 def test_decode_over_quantised_rows_equals_the_oracle(shape: dict, tails: list[int]) -> None:
@@ -236,7 +242,7 @@ def test_decode_over_quantised_rows_equals_the_oracle(shape: dict, tails: list[i
     q = torch.randn(len(tails), heads * shape["group_size"], shape["head_dim"])
     out = ragged_decode(q, context, own, scale=0.3)
     expected = reference.ragged_decode(q, context, own, scale=0.3)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=ATOL)
 
 
 @settings(max_examples=12)
@@ -250,7 +256,7 @@ def test_prefill_over_quantised_rows_equals_the_oracle(
     q = torch.randn(heads * shape["group_size"], tokens, shape["head_dim"])
     out = ragged_prefill(q, context, tail, scale=0.3)
     expected = reference.ragged_prefill(q, context, tail, scale=0.3)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=ATOL)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,17 +33,18 @@ class CountedModel(LanguageModel):
         self.total = 0
         self.measuring: list[int] = []
 
-    def hidden(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionPass
-    ) -> torch.Tensor:
-        self.total += token_ids.numel()
-        if isinstance(attention, SideBySide):
-            self.measuring.append(token_ids.numel())
-        return super().hidden(token_ids, positions, attention)
-
     def begin(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayeredForward:
         self.total += token_ids.numel()
-        return super().begin(token_ids, positions)
+        forward = super().begin(token_ids, positions)
+        real = forward.run_layer
+
+        def run_layer(layer: int, attention: AttentionPass) -> None:
+            if layer == 0 and isinstance(attention, SideBySide):
+                self.measuring.append(token_ids.numel())
+            real(layer, attention)
+
+        forward.run_layer = run_layer  # type: ignore[method-assign]
+        return forward
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
