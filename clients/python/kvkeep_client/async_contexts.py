@@ -169,7 +169,7 @@ class AsyncContexts:
     ) -> AsyncContext:
         """As ``Contexts.create``; a file is read in a thread."""
         text = await asyncio.to_thread(one_text, document, path)
-        key = idempotency_key or str(uuid.uuid4())
+        key = str(uuid.uuid4()) if idempotency_key is None else idempotency_key
         call = calls.create_context(text, idempotency_key=key, **options)
         context = AsyncContext(self._transport, read_context(await self._transport.fields(call)))
         return await context.wait(progress=True) if progress else context

@@ -10,10 +10,12 @@ from kvkeep_client.models import UNSET, ExpiresAfter, Unset
 from kvkeep_client.sendable import (
     asked_fields,
     expiry_fields,
+    header_text,
     list_of_texts,
     mapping,
     plain,
     span_fields,
+    url_text,
 )
 
 Order = Literal["asc", "desc"]
@@ -140,7 +142,8 @@ def create_context(
         body["protect"] = span_fields(options["protect"])
     if "expires_after" in options:
         body["expires_after"] = expiry_fields(options["expires_after"])
-    return _with_body("POST", "/contexts", body, {"Idempotency-Key": idempotency_key})
+    key = header_text(idempotency_key, "idempotency_key")
+    return _with_body("POST", "/contexts", body, {"Idempotency-Key": key})
 
 
 def get_context(context_id: str) -> Call:
@@ -157,14 +160,13 @@ def list_contexts(
     metadata: Mapping[str, str],
 ) -> Call:
     """Read one page of contexts: those after the id ``after`` in ``order`` of creation."""
-    params = {"limit": str(limit), "order": order}
-    params |= {
-        f"metadata.{key}": str(value) for key, value in mapping(metadata, "metadata").items()
-    }
+    params = {"limit": str(limit), "order": url_text(order, "order")}
+    for key, value in mapping(metadata, "metadata").items():
+        params[url_text(f"metadata.{key}", "metadata")] = url_text(str(value), f"metadata.{key}")
     if after is not None:
         params["after"] = after
     if status is not None:
-        params["status"] = status
+        params["status"] = url_text(status, "status")
     return Call("GET", "/contexts", params)
 
 
@@ -241,7 +243,7 @@ def _path(context_id: str, rest: str = "") -> str:
         raise TypeError(f"a context id is a text, not {type(context_id).__name__}")
     if not context_id:
         raise ValueError("a context id is needed, not an empty string")
-    return f"/contexts/{quote(context_id, safe='')}{rest}"
+    return f"/contexts/{quote(url_text(context_id, 'context_id'), safe='')}{rest}"
 
 
 def _with_body(

@@ -215,7 +215,7 @@ class Contexts:
             the API.
         """
         text = one_text(document, path)
-        key = idempotency_key or str(uuid.uuid4())
+        key = str(uuid.uuid4()) if idempotency_key is None else idempotency_key
         call = calls.create_context(text, idempotency_key=key, **options)
         context = Context(self._transport, read_context(self._transport.fields(call)))
         return context.wait(progress=True) if progress else context

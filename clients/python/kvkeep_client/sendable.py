@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from kvkeep_client.models import ExpiresAfter
 
 _DEPTH_MAX = 100
+# No field takes as large a number, and Python writes no number of more than 4,300 digits.
+_INT_BITS_MAX = 1024
 
 
 def plain(value: object, field: str) -> object:
@@ -72,12 +74,39 @@ def check_seconds(value: float | None, field: str) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{field}: must be a number of seconds, not {_kind(value)}")
+    if isinstance(value, int):
+        _check_size(value, field)
     if not value >= 0:
         raise ValueError(f"{field}: must be 0 or more seconds, not {value}")
 
 
+def url_text(value: object, field: str) -> str:
+    """A text that an address can carry. Raises: TypeError, ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: must be a text, not {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{field}: a lone surrogate is not text") from error
+    return value
+
+
+def header_text(value: object, field: str) -> str:
+    """A text that a header can carry, which is not empty. Raises: TypeError, ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{field}: must be a text, not {_kind(value)}")
+    if not value or not value.isascii() or not value.isprintable() or value != value.strip():
+        raise ValueError(
+            f"{field}: must be visible ASCII characters, at least one, with spaces only between"
+        )
+    return value
+
+
 def _plain(value: object, field: str, depth: int) -> object:
-    if value is None or isinstance(value, str | int):
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        _check_size(value, field)
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -94,6 +123,11 @@ def _plain(value: object, field: str, depth: int) -> object:
         assert isinstance(value, Sequence)
         return [_plain(item, f"{field}.{place}", depth - 1) for place, item in enumerate(value)]
     raise TypeError(f"{field}: {_kind(value)} cannot be sent as JSON")
+
+
+def _check_size(value: int, field: str) -> None:
+    if value.bit_length() > _INT_BITS_MAX:
+        raise ValueError(f"{field}: must be a number below 2**{_INT_BITS_MAX}")
 
 
 def _is_list(value: object) -> bool:

@@ -27,6 +27,7 @@ QUERIES: list[tuple[str, Any, Mapping[str, Any], str]] = [
     ("query", "who?", {"min_ratio": -INFINITY}, "min_ratio: must be a finite number, not -inf"),
     ("query", "who?", {"temperature": INFINITY}, "temperature: must be a finite number, not inf"),
     ("query", "who?", {"max_tokens": 3j}, "max_tokens: complex cannot be sent as JSON"),
+    ("query", "who?", {"seed": 10**5000}, r"seed: must be a number below 2\*\*1024"),
     ("query", "who?", {"stop": ["a", {1}]}, "stop.1: set cannot be sent as JSON"),
     (
         "query",
@@ -46,6 +47,12 @@ CREATIONS: list[tuple[Any, Mapping[str, Any], str]] = [
     (Path("lease.txt"), {}, "document: .*Path cannot be sent as JSON"),
     ("words", {"ratio": NAN}, "ratio: must be a finite number, not nan"),
     ("words", {"max_loss": INFINITY}, "max_loss: must be a finite number, not inf"),
+    ("words", {"tokens": -(10**5000)}, r"tokens: must be a number below 2\*\*1024"),
+    ("words", {"idempotency_key": 7}, "idempotency_key: must be a text, not int"),
+    *(
+        ("words", {"idempotency_key": key}, "idempotency_key: must be visible ASCII characters")
+        for key in ("", " a", "Schlüssel", "\ud800", "a\nb")
+    ),
     ("words", {"metadata": {"a": {1}}}, "metadata.a: set cannot be sent as JSON"),
     ("words", {"protect": 5}, "protect: must be a list of pairs .*, not int"),
     ("words", {"protect": [(0, 4), 7]}, r"protect.1: must be a pair \(start, end\), not 7"),
@@ -90,13 +97,20 @@ def test_what_cannot_be_registered_is_named(server: StandIn, kv: KVKeep) -> None
     ("wrong", "told"),
     [
         (lambda kv: kv.contexts.get(5), "a context id is a text, not int"),
+        (lambda kv: kv.contexts.get("\ud800"), "context_id: a lone surrogate is not text"),
+        (lambda kv: kv.contexts.delete("\ud800"), "context_id: a lone surrogate is not text"),
         (lambda kv: list(kv.contexts.list(metadata=5)), "metadata: must be a mapping"),
+        (lambda kv: list(kv.contexts.list(metadata={"\ud800": ""})), "metadata: a lone surrogate"),
+        (lambda kv: list(kv.contexts.list(metadata={"a": "\ud800"})), "metadata.a: a lone surr"),
+        (lambda kv: list(kv.contexts.list(status="\ud800")), "status: a lone surrogate"),
+        (lambda kv: list(kv.contexts.list(status=["ready"])), "status: must be a text, not list"),
         (lambda kv: KVKeep(kv.url, timeout_seconds=NAN), "timeout_seconds: must be 0 or more"),
         (lambda kv: KVKeep(kv.url, timeout_seconds=0), "timeout_seconds: must be above 0"),
         (lambda kv: KVKeep(kv.url, max_retries=1.5), "max_retries: must be a whole number"),
         (lambda kv: _context(kv).update(metadata=5), "metadata: must be a mapping"),
         (lambda kv: _context(kv).update(name={1}), "name: set cannot be sent as JSON"),
         (lambda kv: _context(kv).wait(timeout_seconds=NAN), "timeout_seconds: must be 0 or more"),
+        (lambda kv: _context(kv).wait(timeout_seconds=10**400), "timeout_seconds: must be a numb"),
         (lambda kv: _context(kv).wait(timeout_seconds="1"), "timeout_seconds: must be a number"),
     ],
 )
