@@ -14,6 +14,7 @@ from kvkeep_client.fields import Fields
 from kvkeep_client.sse import Event, EventDecoder
 from kvkeep_client.transport import (
     answer_fields,
+    base_url,
     body_of,
     build_request,
     failure_of,
@@ -87,7 +88,7 @@ class AsyncTransport:
         self._timeout_seconds = timeout_seconds
         self._max_retries = max_retries
         self._sleep = sleep
-        self._http = httpx2.AsyncClient(base_url=url, headers=own_headers(api_key))
+        self._http = httpx2.AsyncClient(base_url=base_url(url), headers=own_headers(api_key))
 
     async def close(self) -> None:
         """Close all connections."""

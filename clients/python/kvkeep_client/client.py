@@ -114,6 +114,8 @@ class AsyncKVKeep:
 
 def _url(given: str | None) -> str:
     url = given or os.environ.get("KVKEEP_URL") or DEFAULT_URL
+    if not isinstance(url, str):
+        raise TypeError(f"the server's URL must be a text, not {type(url).__name__}")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"the server's URL must start with http:// or https://, not {url!r}")
     return url.rstrip("/")

@@ -26,6 +26,7 @@ from kvkeep_client.errors import (
     error_for,
 )
 from kvkeep_client.fields import Fields
+from kvkeep_client.sendable import header_text
 from kvkeep_client.sse import Event, EventDecoder
 
 CONNECT_SECONDS = 5.0
@@ -102,7 +103,7 @@ class Transport:
         self._timeout_seconds = timeout_seconds
         self._max_retries = max_retries
         self._sleep = sleep
-        self._http = httpx2.Client(base_url=url, headers=own_headers(api_key))
+        self._http = httpx2.Client(base_url=base_url(url), headers=own_headers(api_key))
 
     def close(self) -> None:
         """Close all connections."""
@@ -162,11 +163,22 @@ class Transport:
         return refusal(body_of(response), response)
 
 
+def base_url(url: str) -> httpx2.URL:
+    """Where a server answers. Raises: ValueError, for an address that nobody can have."""
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise ValueError(f"the server's URL {url!r} cannot be read: {error}") from error
+    if not parsed.host:
+        raise ValueError(f"the server's URL {url!r} names no host")
+    return parsed
+
+
 def own_headers(api_key: str | None) -> dict[str, str]:
-    """What every request says of the client."""
+    """What every request says of the client. Raises: TypeError, ValueError, naming the key."""
     headers = {"User-Agent": f"kvkeep-client/{version('kvkeep-client')}"}
     if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+        headers["Authorization"] = f"Bearer {header_text(api_key, 'api_key')}"
     return headers
 
 

@@ -121,6 +121,26 @@ def test_arguments_of_other_calls_are_named(
         wrong(kv)
 
 
+@pytest.mark.parametrize("client", [KVKeep, AsyncKVKeep])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        # As a file has it whose last line ends; nothing shows the key.
+        ({"api_key": "secret\n"}, r"^api_key: must be visible ASCII characters[^\n]*$"),
+        ({"api_key": "Schlüssel"}, r"^api_key: must be visible ASCII characters"),
+        ({"api_key": 5}, "api_key: must be a text, not int"),
+        ({"url": 5}, "URL must be a text, not int"),
+        ({"url": "http://"}, "names no host"),
+        ({"url": "http://[::1"}, "cannot be read"),
+    ],
+)
+def test_a_client_that_could_reach_nobody_is_not_made(
+    client: Callable[..., object], options: Mapping[str, Any], told: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        client(**options)
+
+
 def test_mappings_and_tuples_of_any_kind_can_be_sent(server: StandIn, kv: KVKeep) -> None:
     kv.contexts.create("some words", metadata=MappingProxyType({"matter": "1"}), protect=((0, 4),))
     assert server.seen[0].body == {
