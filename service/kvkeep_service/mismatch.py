@@ -14,8 +14,8 @@ from kvkeep_storage.records import ContextRecord
 _ADVICE = "serve with what it was registered with, or register the document again"
 # Said when nothing tells what the document was registered with.
 _ANY = (
-    "weights, tokenizer, chat template, dtype, rope scaling, policy version or head scores are"
-    " others than this server has"
+    "weights, tokenizer, chat template, dtype, rope scaling, policy version, policy parameters or"
+    " head scores are others than this server has"
 )
 _WORDS = {
     "weights_digest": "weights",

@@ -9,6 +9,7 @@ from kvkeep_service.engine.model import LoadedModel
 from kvkeep_service.errors import BuildMismatch
 from kvkeep_service.ids import new_context_id
 from kvkeep_service.plan import BANDS, BuildPlan, Planner
+from kvkeep_service.policies import kvzip
 from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.ports import CompressionSpec, DocumentSpec, Quantization, Span
 from kvkeep_service.recovery import Recovery
@@ -123,6 +124,21 @@ async def test_what_no_running_server_can_build_fails_and_says_what_differs(
     assert "no running server could build it" in failed.error_detail
     assert "weights" in failed.error_detail
     assert bench.model.batches == [], "nothing was computed for it"
+
+
+async def test_what_another_version_scores_in_other_chunks_is_told_so(
+    bench: Workbench, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await bench.register(LONG)
+    bench.jobs.wait_refused(0)
+    monkeypatch.setitem(kvzip.CHUNK_TOKENS, "local", 100)
+    another = bench.another(planner=Planner(tiny))
+    another.start()
+    await bench.until_settled()
+    await another.stop()
+    failed = await bench.record(record.id)
+    assert (failed.status, failed.error_code) == ("failed", "build_mismatch")
+    assert "policy parameters" in (failed.error_detail or "")
 
 
 async def test_a_context_of_a_model_that_nobody_serves_fails_in_the_end(
