@@ -34,7 +34,8 @@ class KVKeep:
 
         ``timeout_seconds`` is the longest silence of the server that is put up with;
         ``max_retries`` is how often a request that failed for a passing reason is repeated.
-        Nothing is sent yet. Raises: ValueError, for a URL that is not http:// or https://.
+        Nothing is sent yet. Raises: TypeError, ValueError, for a URL that is not http:// or
+        https://, or names no host, and for an API key that a header cannot carry.
         """
         _check_limits(timeout_seconds, max_retries)
         self._transport = Transport(
