@@ -66,12 +66,14 @@ def test_stopping_tells_everybody_who_waits_and_refuses_the_rest(
         submit(scheduler, sequence(model, contexts[0].context.view(0.1), [1], SequenceOptions(1)))
     scheduler.start()
     view = contexts[0].context.view(0.1)
+    closed: list[str] = []
+    begun = threading.Event()
+    builds = [Building.submitted(scheduler, _endless(closed, begun)) for _ in range(2)]
+    assert begun.wait(PATIENCE_SECONDS)
     model.hold_after(2)
     listeners = [
         submit(scheduler, sequence(model, view, [n], SequenceOptions(100)))[1] for n in range(3)
     ]
-    closed: list[str] = []
-    builds = [Building.submitted(scheduler, _endless(closed)) for _ in range(2)]
     model.wait_until_held()
     assert not scheduler.stop(deadline_seconds=0), "it is in a forward"
     assert not scheduler.stats().is_alive
