@@ -26,14 +26,14 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.passes import QuestionPass
 from kvkeep_service.ports import Fidelity, RatioFidelity
 
-SPAN_TOKENS = 48
+SPAN_TOKENS = 44
 LEAD_TOKENS = 12
 """Tokens at the beginning of each span that are not counted."""
 MAX_SPANS = 10
 """More would measure more exactly than ratios differ; and one forward is one work item."""
-ROWS_SHARE = 0.12
-"""Rows of all measuring forwards together, per token that a build reads. A row costs 0.7 of a
-build's (bench/NOTES.md): so less than a tenth of its time."""
+ROWS_SHARE = 0.11
+"""Rows of all measuring forwards together, per token that a build reads. A row costs 0.9 of a
+build's (bench/NOTES.md): so a tenth of its time."""
 _FEW, _MANY = 3, 5
 """Forwards, the one over all rows included: enough to try two ratios, and to search."""
 _ENOUGH_SPANS = 7

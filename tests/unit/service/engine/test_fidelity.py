@@ -104,13 +104,13 @@ def test_the_loss_is_that_of_the_rows_as_they_are_stored(
 
 
 def test_measuring_is_within_a_tenth_of_the_build(model: LanguageModel) -> None:
-    # A row of it costs 0.7 rows of a build: it attends to more, but is not scored.
+    # A row of it costs 0.9 rows of a build: it attends to more, but is not scored.
     for tokens in (300, 800, 1100, 2600):
         document = random_document(tokens, seed=5)
         counted = CountedModel(model)
         run_build(counted, document, policy(), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
         measuring = sum(counted.measuring)
-        assert 0.7 * measuring <= 0.1 * counted.total
+        assert 0.9 * measuring <= 0.1 * counted.total
         assert (measuring > 0) == (tokens > 300)
         assert max(counted.measuring, default=0) <= 512
 
@@ -138,7 +138,7 @@ def test_a_prompt_stands_before_the_spans_and_counts_as_work() -> None:
     assert asked is not None
     assert asked.ids[:30] == tuple(prompt)
     assert min(asked.counted) == 30 + LEAD_TOKENS - 1
-    assert (asked.num_ratios + 1) * len(asked.ids) <= 0.12 * 8000
+    assert (asked.num_ratios + 1) * len(asked.ids) <= 0.11 * 8000
     assert sample_of(ids, 1000) is not None
     assert sample_of(ids, 1000, prompt) is None
 
