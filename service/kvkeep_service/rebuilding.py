@@ -10,8 +10,9 @@ from kvkeep_service.mismatch import mismatch
 from kvkeep_service.ports import Worker
 from kvkeep_service.registration import quota_exceeded
 from kvkeep_service.stores import Stores
+from kvkeep_storage.binding import require_bound
 from kvkeep_storage.documents import mirror_context
-from kvkeep_storage.errors import NotFound, QuotaExceeded
+from kvkeep_storage.errors import DocumentCorrupt, NotFound, QuotaExceeded
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.records import ContextRecord
 
@@ -33,6 +34,13 @@ async def rebuild(stores: Stores, worker: Worker, record: ContextRecord) -> Cont
     key = DocumentKey(record.tenant, record.id)
     try:
         await _check_promise(stores, worker, record)
+    except NotFound as error:
+        if await stores.metadata.context(record.tenant, record.id) is None:
+            raise ContextNotFound(record.id) from error
+        # A lost or wrongly mounted data directory is trouble, not proof.
+        await require_bound(stores.objects, stores.metadata)
+        raise DocumentCorrupt(key.body, "it is missing") from error
+    try:
         waiting = await stores.metadata.rebuild_context(record.tenant, record.id, stores.quotas)
     except NotFound as error:
         raise ContextNotFound(record.id) from error

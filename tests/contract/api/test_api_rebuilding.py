@@ -2,6 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from kvkeep_service.errors import HeadScoresMissing
 
@@ -110,10 +114,16 @@ def test_a_failed_context_that_cannot_be_built_here_stays_failed(api: ApiServer)
     assert api.client.get(f"/contexts/{failed['id']}").json()["status"] == "failed"
 
 
-def test_a_damaged_document_is_told_before_anything_is_queued(api: ApiServer) -> None:
-    context = api.create(document=numbered(35))
-    path = api.objects_dir / "documents" / "default" / context["id"] / "document.json"
+def _damage(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"agreement", b"agreemeny"))
+
+
+@pytest.mark.parametrize("damage", [_damage, Path.unlink], ids=["damaged", "missing"])
+def test_a_document_that_is_not_whole_is_told_before_anything_is_queued(
+    api: ApiServer, damage: Callable[[Path], None]
+) -> None:
+    context = api.create(document=numbered(35))
+    damage(api.objects_dir / "documents" / "default" / context["id"] / "document.json")
     response = api.client.post(f"/contexts/{context['id']}/rebuild")
     assert (response.status_code, problem(response)["code"]) == (409, "document_corrupt")
     assert api.client.get(f"/contexts/{context['id']}").json()["progress"] is None
