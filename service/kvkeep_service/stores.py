@@ -55,16 +55,16 @@ async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
     redis_url, store_url = settings.redis_url, settings.store
     if redis_url is None or store_url is None:
         embedded = EmbeddedStore(settings.data)
-    if redis_url is None and embedded is not None:
-        await asyncio.to_thread(embedded.start)
-        redis_url = embedded.redis_url
-    elif embedded is not None:
-        (settings.data / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
-    if store_url is None and embedded is not None:
-        store_url = embedded.objects_url
-    assert redis_url is not None
-    assert store_url is not None
     try:
+        if redis_url is None and embedded is not None:
+            await _started(embedded)
+            redis_url = embedded.redis_url
+        elif embedded is not None:
+            (settings.data / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
+        if store_url is None and embedded is not None:
+            store_url = embedded.objects_url
+        assert redis_url is not None
+        assert store_url is not None
         metadata = await Metadata.connect(redis_url)
         try:
             objects = await open_objects(store_url, settings.faults)
@@ -82,6 +82,15 @@ async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
     finally:
         if embedded is not None:
             await asyncio.to_thread(embedded.stop)
+
+
+async def _started(embedded: EmbeddedStore) -> None:
+    """Start it. A start that is given up goes on in its thread, so its end is waited for."""
+    starting = asyncio.create_task(asyncio.to_thread(embedded.start))
+    try:
+        await asyncio.shield(starting)
+    finally:
+        await asyncio.wait([starting])
 
 
 @asynccontextmanager

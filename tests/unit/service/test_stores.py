@@ -1,5 +1,6 @@
 """How the server opens its object store: at once, or refused in one line with exit code 2."""
 
+import asyncio
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from kvkeep_service.stores import open_stores
 from kvkeep_storage.errors import ObjectsUnavailable
 
 from ...support.s3_servers import S3Server
-from ...support.server import server_environment, start_command
+from ...support.server import Server, server_environment, start_command
 from ...support.servers import silence, unused_url
 
 if TYPE_CHECKING:
@@ -46,6 +47,24 @@ def test_field_32_a_server_whose_store_is_silent_or_away_is_refused_within_ten_s
     away = unused_url()
     line = _refusal(tmp_path, S3Server("", away).url("p"), "admin", "reindex")
     assert line.startswith(f"{where} {away}: cannot be read: ")
+
+
+async def test_an_opening_that_is_given_up_at_any_moment_leaves_no_valkey(tmp_path: Path) -> None:
+    async def opened(data: Path) -> None:
+        async with open_stores(Settings(data=data)):
+            await asyncio.Event().wait()
+
+    # At once, as its thread begins, while Valkey starts, as it answers, and when all is open.
+    for number, seconds in enumerate((0.0, 0.001, 0.01, 0.02, 0.03, 0.04, 0.06, 0.1, 0.3)):
+        server = Server(tmp_path / str(number))
+        opening = asyncio.create_task(opened(server.data))
+        await asyncio.sleep(seconds)
+        opening.cancel()
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+        assert not server.valkey_answers(), f"cancelled after {seconds} s"
+        async with open_stores(Settings(data=server.data)):
+            assert server.valkey_answers()
 
 
 async def test_faults_are_loud_and_only_there_when_asked_for(tmp_path: Path) -> None:
