@@ -14,6 +14,8 @@ from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.policies.kvzip import KVzip
 
+_PATIENCE_SECONDS = 60
+
 
 @dataclass
 class Course:
@@ -73,6 +75,8 @@ class Building:
         self._steps = self._next_document()
         self._task: BuildTask | None = None
         self._paused = threading.Event()
+        self._has_built = threading.Event()
+        """Or has failed."""
         self._error: BaseException | None = None
 
     def go_on(self) -> None:
@@ -84,15 +88,15 @@ class Building:
         """Let the engine have nothing to build, after its present work item."""
         assert self._task is not None, "it has begun"
         self._task.cancelled.set()
-        self._paused.wait(60)
+        if not self._paused.wait(_PATIENCE_SECONDS):
+            raise TimeoutError(f"a build has not paused in {_PATIENCE_SECONDS} s")
         if self._error is not None:
             raise self._error
 
     def one_alone(self) -> Course:
         """The course of one whole build with nothing beside it."""
         self.go_on()
-        while self._done < 1 and self._error is None:
-            time.sleep(0.01)
+        self._has_built.wait()
         self.pause()
         return self.course
 
@@ -113,6 +117,8 @@ class Building:
 
     def _on_finished(self, built: BuiltCache | None, error: BaseException | None) -> None:
         self._error = error
+        if built is not None or error is not None:
+            self._has_built.set()
         if built is None:
             self._paused.set()
             return

@@ -6,7 +6,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvkeep_service.engine.answering import QueryTask
@@ -89,6 +88,11 @@ class _Listener:
         self._on_end = on_end
         self.error: BaseException | None = None
 
+    def check(self) -> None:
+        """Raises: what the answer ended with, if that was no answer."""
+        if self.error is not None:
+            raise self.error
+
     def on_text(self, text: str) -> None:
         """Nothing to do: tokens are timed where they are picked."""
 
@@ -130,24 +134,34 @@ class Load:
         is_over = threading.Event()
         firsts = [self._random.randint(1, self._answer_tokens) for _ in range(clients)]
 
+        errors: list[BaseException] = []
+
         def ask_again(answer_tokens: int) -> None:
-            while not is_over.is_set():
-                self._ask_and_wait(answer_tokens, is_over)
-                answer_tokens = self._answer_tokens
+            try:
+                while not is_over.is_set():
+                    self._ask_and_wait(answer_tokens, is_over)
+                    answer_tokens = self._answer_tokens
+            # One client less would be another load: whatever it was ends all.
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+                is_over.set()
 
         threads = [threading.Thread(target=ask_again, args=(first,)) for first in firsts]
         for thread in threads:
             thread.start()
         try:
             while sum(bool(asked.token_times) for asked in list(self._asked)) < clients:
-                time.sleep(0.005)
+                if is_over.wait(0.005):
+                    break
             began = time.perf_counter()
-            time.sleep(seconds)
+            is_over.wait(seconds)
             ended = time.perf_counter()
         finally:
             is_over.set()
             for thread in threads:
                 thread.join()
+        if errors:
+            raise errors[0]
         return self._measured(began, ended)
 
     def together(self, clients: int) -> Answers:
@@ -155,27 +169,27 @@ class Load:
         self._asked.clear()
         ended = threading.Semaphore(0)
         started = time.perf_counter()
-        for _ in range(clients):
-            self._submit(_Listener(ended.release))
-        for _ in range(clients):
-            ended.acquire(timeout=_PATIENCE_SECONDS)
+        listeners = [_Listener(ended.release) for _ in range(clients)]
+        for listener in listeners:
+            self._submit(listener)
+        _wait_for(listeners, ended)
         return self._measured(started, time.perf_counter())
 
     def open(self, per_second: float, seconds: float) -> Answers:
         """Questions that arrive at random (Poisson), however many wait already."""
         self._asked.clear()
         ended = threading.Semaphore(0)
-        refused, accepted = 0, 0
+        refused, listeners = 0, list[_Listener]()
         started = due = time.perf_counter()
         while (due := due + self._random.expovariate(per_second)) < started + seconds:
             time.sleep(max(0.0, due - time.perf_counter()))
             try:
-                self._submit(_Listener(ended.release))
-                accepted += 1
+                listener = _Listener(ended.release)
+                self._submit(listener)
+                listeners.append(listener)
             except Overloaded:
                 refused += 1
-        for _ in range(accepted):
-            ended.acquire(timeout=_PATIENCE_SECONDS)
+        _wait_for(listeners, ended)
         measured = self._measured(started, time.perf_counter())
         measured.refused = refused
         return measured
@@ -183,13 +197,11 @@ class Load:
     def _ask_and_wait(self, answer_tokens: int, is_over: threading.Event) -> None:
         ended = threading.Event()
         listener = _Listener(ended.set)
-        with suppress(Overloaded):
-            task = self._submit(listener, answer_tokens)
-            while not (ended.wait(_LOOK_SECONDS) or is_over.is_set()):
-                pass
-            task.cancelled.set()
-        if listener.error is not None:
-            raise listener.error
+        task = self._submit(listener, answer_tokens)
+        while not (ended.wait(_LOOK_SECONDS) or is_over.is_set()):
+            pass
+        task.cancelled.set()
+        listener.check()
 
     def _submit(self, listener: _Listener, answer_tokens: int | None = None) -> QueryTask:
         asked = _Timed(
@@ -212,3 +224,15 @@ class Load:
         for asked in self._asked:
             answers.add(asked.submitted_at, asked.token_times)
         return answers
+
+
+def _wait_for(listeners: Sequence[_Listener], ended: threading.Semaphore) -> None:
+    """Return once all answers have ended, as many as ``ended`` is released for.
+
+    Raises: TimeoutError; what one of them ended with. A figure without it would be of less work.
+    """
+    for _ in listeners:
+        if not ended.acquire(timeout=_PATIENCE_SECONDS):
+            raise TimeoutError(f"an answer has not ended in {_PATIENCE_SECONDS} s")
+    for listener in listeners:
+        listener.check()

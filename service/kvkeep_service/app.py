@@ -25,7 +25,7 @@ from kvkeep_service.engine.self_check import check_attention
 from kvkeep_service.free_memory import engine_memory_bytes
 from kvkeep_service.head_score_files import read_head_scores
 from kvkeep_service.host_tier import HostTier, pinned_memory
-from kvkeep_service.listener import answering
+from kvkeep_service.listener import answering, http_config
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.recovery import Recovery
 from kvkeep_service.registry import Registry
@@ -173,14 +173,7 @@ async def _serve_http(
     # uvicorn raises the signal that stopped it again afterwards; we end in our own order.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_graceful_shutdown=_DRAIN_SECONDS,
-    )
+    config = http_config(app, _DRAIN_SECONDS)
     await _Server(config, worker, announce).serve(sockets=[listener])
 
 

@@ -40,21 +40,26 @@ def open_listener(settings: Settings) -> socket.socket:
     return listener
 
 
-@asynccontextmanager
-async def answering(listener: socket.socket, app: ASGIApp) -> AsyncIterator[None]:
-    """Let ``app`` answer for as long as the block runs; then the next one has the listener.
-
-    Who connects in between waits for it. Modifies: nothing of the process's signals.
-    """
-    config = uvicorn.Config(
+def http_config(app: ASGIApp, drain_seconds: int) -> uvicorn.Config:
+    """How uvicorn serves any application here; its requests have ``drain_seconds`` at the end."""
+    return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         server_header=False,
         lifespan="off",
         ws="none",
-        timeout_graceful_shutdown=_HAND_OVER_SECONDS,
+        timeout_graceful_shutdown=drain_seconds,
     )
+
+
+@asynccontextmanager
+async def answering(listener: socket.socket, app: ASGIApp) -> AsyncIterator[None]:
+    """Let ``app`` answer for as long as the block runs; then the next one has the listener.
+
+    Who connects in between waits for it. Modifies: nothing of the process's signals.
+    """
+    config = http_config(app, _HAND_OVER_SECONDS)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

@@ -1,6 +1,5 @@
 """Conversations with the bundled model, through the real server and the SDK."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from kvkeep_client import Context, KVKeep, Message, SessionGone
 
-from ..support.server import Server
+from ..support.server import Server, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -89,7 +88,5 @@ def test_a_deleted_context_leaves_no_conversation_in_memory(real: Server) -> Non
             context.query(ASKED[0], max_tokens=2)
             assert gauge(real, "kvkeep_sessions") > 0
             context.delete()
-    deadline = time.monotonic() + 60
-    while gauge(real, "kvkeep_session_bytes") and time.monotonic() < deadline:
-        time.sleep(0.1)
+    eventually(lambda: not gauge(real, "kvkeep_session_bytes"))
     assert gauge(real, "kvkeep_sessions") == 0
