@@ -20,6 +20,7 @@ from kvkeep_service.worker import LocalWorker
 from kvkeep_storage.documents import DocumentBody, get_mirror
 from kvkeep_storage.jobs import MAX_ATTEMPTS
 from kvkeep_storage.keys import DocumentKey
+from kvkeep_storage.records import ContextRecord
 
 from ...support.caches import assert_equal_rows
 from ...support.documents import contract
@@ -126,17 +127,22 @@ async def test_what_no_running_server_can_build_fails_and_says_what_differs(
     assert bench.model.batches == [], "nothing was computed for it"
 
 
+async def _settled_by(bench: Workbench, planner: Planner, record: ContextRecord) -> ContextRecord:
+    """The record as another server leaves it, which plans like this."""
+    another = bench.another(planner=planner)
+    another.start()
+    await bench.until_settled()
+    await another.stop()
+    return await bench.record(record.id)
+
+
 async def test_what_another_version_scores_in_other_chunks_is_told_so(
     bench: Workbench, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = await bench.register(LONG)
     bench.jobs.wait_refused(0)
     monkeypatch.setitem(kvzip.CHUNK_TOKENS, "local", 100)
-    another = bench.another(planner=Planner(tiny))
-    another.start()
-    await bench.until_settled()
-    await another.stop()
-    failed = await bench.record(record.id)
+    failed = await _settled_by(bench, Planner(tiny), record)
     assert (failed.status, failed.error_code) == ("failed", "build_mismatch")
     assert "policy parameters" in (failed.error_detail or "")
 
@@ -147,11 +153,7 @@ async def test_a_context_of_a_model_that_nobody_serves_fails_in_the_end(
     record = await bench.register()
     bench.jobs.wait_refused(0)
     renamed = replace(tiny, info=replace(tiny.info, name="another"))
-    another = bench.another(planner=Planner(renamed))
-    another.start()
-    await bench.until_settled()
-    await another.stop()
-    failed = await bench.record(record.id)
+    failed = await _settled_by(bench, Planner(renamed), record)
     assert (failed.status, failed.error_code) == ("failed", "context_model_mismatch")
 
 
