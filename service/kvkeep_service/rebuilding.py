@@ -10,9 +10,8 @@ from kvkeep_service.mismatch import mismatch
 from kvkeep_service.ports import Worker
 from kvkeep_service.registration import quota_exceeded
 from kvkeep_service.stores import Stores
-from kvkeep_storage.binding import require_bound
-from kvkeep_storage.documents import mirror_context
-from kvkeep_storage.errors import DocumentCorrupt, NotFound, QuotaExceeded
+from kvkeep_storage.documents import mirror_context, missing_document
+from kvkeep_storage.errors import NotFound, QuotaExceeded
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.records import ContextRecord
 
@@ -25,8 +24,8 @@ async def rebuild(stores: Stores, worker: Worker, record: ContextRecord) -> Cont
     is left as it is. A crash leaves a record without a job, which reconciling mends.
     Raises: ContextModelMismatch; BuildMismatch, when a build here would make another cache, and
         whatever else planning it raises; QuotaExceeded; ContextNotFound when it is deleted
-        meanwhile; Gone; DocumentCorrupt, when there is nothing to build it from;
-        MetadataUnavailable, ObjectsUnavailable.
+        meanwhile, or its deletion was begun; Gone; DocumentCorrupt, when there is nothing to
+        build it from; StoreMismatch, MetadataUnavailable, ObjectsUnavailable.
     """
     served = worker.model.name
     if record.model != served:
@@ -35,11 +34,10 @@ async def rebuild(stores: Stores, worker: Worker, record: ContextRecord) -> Cont
     try:
         await _check_promise(stores, worker, record)
     except NotFound as error:
-        if await stores.metadata.context(record.tenant, record.id) is None:
+        missing = await missing_document(stores.objects, stores.metadata, key)
+        if isinstance(missing, NotFound):
             raise ContextNotFound(record.id) from error
-        # A lost or wrongly mounted data directory is trouble, not proof.
-        await require_bound(stores.objects, stores.metadata)
-        raise DocumentCorrupt(key.body, "it is missing") from error
+        raise missing from error
     try:
         waiting = await stores.metadata.rebuild_context(record.tenant, record.id, stores.quotas)
     except NotFound as error:

@@ -29,7 +29,7 @@ from kvkeep_service.rebuilding import rebuild
 from kvkeep_service.registration import Answered, Registration, once, register
 from kvkeep_service.removal import Remover
 from kvkeep_service.stores import Stores
-from kvkeep_storage.documents import get_document, mirror_context
+from kvkeep_storage.documents import get_document, mirror_context, missing_document
 from kvkeep_storage.errors import Gone, MetadataUnavailable, NotFound
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Unset
@@ -137,13 +137,20 @@ class Registry:
         return page
 
     async def document(self, tenant: str, context_id: str) -> DocumentSpec:
-        """Read a document back. Raises: ContextNotFound, ContextExpired, DocumentCorrupt."""
+        """Read a document back.
+
+        Raises: ContextNotFound, also once its deletion has begun; ContextExpired;
+            DocumentCorrupt; StoreMismatch, MetadataUnavailable, ObjectsUnavailable.
+        """
         record = await self.context(tenant, context_id)
+        key = DocumentKey(tenant, record.id)
         try:
-            body = await get_document(self._stores.objects, DocumentKey(tenant, record.id))
+            body = await get_document(self._stores.objects, key)
         except NotFound as error:
-            # A delete got as far as the document.
-            raise ContextNotFound(context_id) from error
+            missing = await missing_document(self._stores.objects, self._stores.metadata, key)
+            if isinstance(missing, NotFound):
+                raise ContextNotFound(context_id) from error
+            raise missing from error
         spans = tuple(Span(start, end) for start, end in body.protect)
         return DocumentSpec(body.text, body.system, body.instructions, spans)
 

@@ -12,7 +12,14 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkeep_storage.errors import Conflict, DocumentCorrupt, Incompatible, RecordCorrupt
+from kvkeep_storage.binding import require_bound
+from kvkeep_storage.errors import (
+    Conflict,
+    DocumentCorrupt,
+    Incompatible,
+    NotFound,
+    RecordCorrupt,
+)
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
@@ -84,11 +91,32 @@ async def delete_document(objects: Objects, key: DocumentKey) -> None:
     """Remove a document and its mirror; missing ones count as removed.
 
     Neither comes back through a reindex, which needs both. To be done before the record goes,
-    so that a crash in between leaves a record that can be deleted again.
+    so that a crash in between leaves a record that can be deleted again. The mirror goes first:
+    ``missing_document`` tells by it what was deleted from what was lost.
     Raises: ObjectsUnavailable, and then it may be called again.
     """
-    await objects.delete(key.body)
     await objects.delete(key.mirror)
+    await objects.delete(key.body)
+
+
+async def missing_document(
+    objects: Objects, metadata: Metadata, key: DocumentKey
+) -> NotFound | DocumentCorrupt:
+    """What it means that a registered document is not there.
+
+    NotFound when its context is deleted or its deletion has begun; DocumentCorrupt when it was
+    lost. Raises: StoreMismatch, because in a wrongly mounted directory every document is missing;
+    MetadataUnavailable, ObjectsUnavailable.
+    """
+    await require_bound(objects, metadata)
+    deleted = NotFound("context", key.context_id)
+    try:
+        await objects.size(key.mirror)
+    except NotFound:
+        return deleted
+    if await metadata.context(key.tenant, key.context_id) is None:
+        return deleted
+    return DocumentCorrupt(key.body, "it is missing")
 
 
 async def get_mirror(objects: Objects, key: DocumentKey) -> ContextMirror:

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -153,10 +155,16 @@ def test_a_document_comes_back_as_it_was_read(api: ApiServer) -> None:
     }
 
 
-def test_a_damaged_document_is_said_to_be_damaged(api: ApiServer) -> None:
+def _change_a_letter(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"agreement", b"agreemint"))
+
+
+@pytest.mark.parametrize("damage", [_change_a_letter, Path.unlink], ids=["damaged", "missing"])
+def test_a_document_that_is_not_whole_is_said_to_be_damaged(
+    api: ApiServer, damage: Callable[[Path], None]
+) -> None:
     context = api.create()
     (body,) = api.stored_files(context["id"], "document.json")
-    path = api.objects_dir / body
-    path.write_bytes(path.read_bytes().replace(b"agreement", b"agreemint"))
+    damage(api.objects_dir / body)
     response = api.client.get(f"/contexts/{context['id']}/document")
     assert (response.status_code, problem(response)["code"]) == (409, "document_corrupt")

@@ -127,3 +127,16 @@ def test_a_document_that_is_not_whole_is_told_before_anything_is_queued(
     response = api.client.post(f"/contexts/{context['id']}/rebuild")
     assert (response.status_code, problem(response)["code"]) == (409, "document_corrupt")
     assert api.client.get(f"/contexts/{context['id']}").json()["progress"] is None
+
+
+@pytest.mark.parametrize("ask", [("POST", "/rebuild"), ("GET", "/document")], ids=str)
+def test_a_context_whose_deletion_was_cut_short_is_not_called_damaged(
+    api: ApiServer, ask: tuple[str, str]
+) -> None:
+    context = api.create(document=numbered(36))
+    folder = api.objects_dir / "documents" / "default" / context["id"]
+    for name in ("context.json", "document.json"):
+        (folder / name).unlink()
+    response = api.client.request(ask[0], f"/contexts/{context['id']}{ask[1]}")
+    assert (response.status_code, problem(response)["code"]) == (404, "context_not_found")
+    assert api.client.delete(f"/contexts/{context['id']}").status_code == 204

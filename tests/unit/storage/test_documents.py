@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 from pydantic import ValidationError
 
+from kvkeep_storage.binding import bind_if_new
 from kvkeep_storage.documents import (
     DocumentBody,
     delete_document,
     get_document,
     get_mirror,
     mirror_context,
+    missing_document,
     put_document,
 )
-from kvkeep_storage.errors import Conflict, DocumentCorrupt, NotFound
+from kvkeep_storage.errors import Conflict, DocumentCorrupt, NotFound, ObjectsUnavailable
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
@@ -239,3 +241,39 @@ async def test_deleting_removes_both_files_and_the_empty_directories(
     await delete_document(objects, KEY)
     await delete_document(objects, KEY)
     assert entries_below(tmp_path) == []
+
+
+class _DyingAfterOne(Objects):
+    """Its process ends, as it were, right after the first deletion."""
+
+    async def delete(self, key: str) -> None:
+        await super().delete(key)
+        raise ObjectsUnavailable("delete", "the process has ended")
+
+
+async def test_a_deletion_cut_short_anywhere_does_not_look_like_a_loss(
+    metadata: Metadata, tmp_path: Path
+) -> None:
+    objects = _DyingAfterOne.open(f"file://{tmp_path}")
+    await bind_if_new(objects, metadata)
+    await metadata.create_context(a_context())
+    await put_document(objects, KEY, a_document())
+    await mirror_context(objects, metadata, KEY)
+    with pytest.raises(ObjectsUnavailable):
+        await delete_document(objects, KEY)
+    assert await get_document(objects, KEY) == a_document()
+    await Objects.open(f"file://{tmp_path}").delete(KEY.body)
+    assert isinstance(await missing_document(objects, metadata, KEY), NotFound)
+
+
+async def test_a_lost_document_is_told_from_a_deleted_one(
+    objects: Objects, metadata: Metadata
+) -> None:
+    await bind_if_new(objects, metadata)
+    await metadata.create_context(a_context())
+    await put_document(objects, KEY, a_document())
+    await mirror_context(objects, metadata, KEY)
+    await objects.delete(KEY.body)
+    assert isinstance(await missing_document(objects, metadata, KEY), DocumentCorrupt)
+    await metadata.delete_context(TENANT, KEY.context_id)
+    assert isinstance(await missing_document(objects, metadata, KEY), NotFound)
