@@ -151,8 +151,12 @@ class ContextRecord:
 
     @property
     def awaits_build(self) -> bool:
-        """Whether a build of it is to be made: the first, one after damage, or a fresh one."""
-        return self.status in UNFINISHED or self.refresh_requested_at is not None
+        """Whether a build of it is to be made: the first, one after damage, or a fresh one.
+
+        Never for one that has expired: nobody may read it any more.
+        """
+        is_refreshed = self.status == "ready" and self.refresh_requested_at is not None
+        return self.status in UNFINISHED or is_refreshed
 
     def to_hash(self) -> dict[str, str]:
         """Every field that is not None, as text for a Redis hash."""

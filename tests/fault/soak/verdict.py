@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from kvkeep_storage import durable, keys
+from kvkeep_storage.documents import mirror_context
 from kvkeep_storage.errors import NotFound, StorageError
-from kvkeep_storage.keys import GenerationKey
+from kvkeep_storage.keys import DocumentKey, GenerationKey
 from kvkeep_storage.manifest import Manifest
 from kvkeep_storage.quotas import Usage
 from kvkeep_storage.records import ContextRecord
@@ -42,6 +43,7 @@ async def finish(calls: Calls, told: Told) -> None:
     stores = calls.stores
     if any(what.startswith("register met") for what in told.counts):
         await _remove_unregistered(calls, told)
+    await _mirror_unregistered(calls, told)
     await _ask_all(calls)
     give_up_at = time.monotonic() + _FINISH_SECONDS
     while time.monotonic() < give_up_at:
@@ -69,6 +71,19 @@ async def _remove_unregistered(calls: Calls, told: Told) -> None:
         for record in (await calls.stores.metadata.contexts(tenant, limit=1000)).records:
             if (tenant, record.id) not in told.registered:
                 await calls.remove(tenant, record.id)
+
+
+async def _mirror_unregistered(calls: Calls, told: Told) -> None:
+    """Write what a registration and a commit, killed one after the other, have both left to do.
+
+    Nobody was told of such a context, so it need not outlast its record; `verify --repair` does
+    the same.
+    """
+    for tenant in TENANTS:
+        for record in (await calls.stores.metadata.contexts(tenant, limit=1000)).records:
+            if (tenant, record.id) not in told.registered:
+                key = DocumentKey(tenant, record.id)
+                await mirror_context(calls.stores.objects, calls.stores.metadata, key)
 
 
 @dataclass(slots=True)

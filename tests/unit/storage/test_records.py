@@ -55,6 +55,16 @@ def test_a_context_that_waits_can_always_become_ready_or_fail() -> None:
         assert is_allowed(status, "failed")
 
 
+@pytest.mark.parametrize("status", STATUSES)
+@pytest.mark.parametrize("asked_at", [None, 1_790_000_000.0])
+def test_a_build_is_awaited_by_what_is_not_finished_or_asked_for_anew_and_never_by_what_expired(
+    status: Status, asked_at: float | None
+) -> None:
+    record = a_context(status=status, refresh_requested_at=asked_at)
+    is_refreshed = status == "ready" and asked_at is not None
+    assert record.awaits_build == (status in UNFINISHED or is_refreshed)
+
+
 @given(
     name=st.none() | st.text(),
     metadata=st.dictionaries(st.text(), st.text()),
