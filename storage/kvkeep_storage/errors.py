@@ -220,6 +220,14 @@ class QuotaExceeded(StorageError):
         self.asked = asked
 
 
+def _advice(objects_store_id: str | None, metadata_store_id: str | None) -> str:
+    if metadata_store_id is not None:
+        return ": one of the two URLs names another store"
+    if objects_store_id is None:
+        return ": nothing was ever stored here"
+    return ": where its records are lost, `kvkeep-server admin reindex` brings them back"
+
+
 class StoreMismatch(StorageError):
     """Redis belongs to another object store, or to none: reindex before anything is swept."""
 
@@ -229,6 +237,7 @@ class StoreMismatch(StorageError):
         """Both ids as found; None where there is none."""
         super().__init__(
             f"the object store is {objects_store_id!r}, Redis was filled from {metadata_store_id!r}"
+            f"{_advice(objects_store_id, metadata_store_id)}"
         )
         self.objects_store_id = objects_store_id
         self.metadata_store_id = metadata_store_id

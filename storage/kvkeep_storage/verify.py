@@ -214,6 +214,7 @@ def _mirrored(record: ContextRecord) -> ContextRecord:
         stored_bytes=None,
         policy_applied="",
         timings={},
+        fidelity=None,
         queries=0,
         error_code=None,
         error_detail=None,

@@ -122,14 +122,34 @@ async def test_layers_are_announced_in_order_and_each_is_whole(
     assert_equal_rows(loaded.rows, ROWS)
 
 
+class Withheld(ObjectSource):
+    """The range ``last`` comes only after an announcement."""
+
+    def __init__(self, objects: Objects, last: tuple[str, int] | None) -> None:
+        super().__init__(objects)
+        self.last = last
+        self.announced = asyncio.Event()
+        self.begun: list[tuple[str, int]] = []
+
+    async def read_ranges(
+        self, key: str, start: int, into: Sequence[memoryview], on_filled: Filled | None = None
+    ) -> None:
+        self.begun.append((key, start))
+        if (key, start) == self.last:
+            await self.announced.wait()
+        await super().read_ranges(key, start, into, on_filled)
+
+
+@pytest.mark.timeout(30)
 async def test_a_layer_is_announced_while_later_ones_are_still_read(stores: Stores) -> None:
     await _committed(stores)
-    source = Shuffled(stores.objects)
-    reads_at: list[int] = []
+    before = Withheld(stores.objects, None)
+    await stores.load(FACTS, source=before)
+    source = Withheld(stores.objects, before.begun[-1])
     watch = Watch(ROWS, len(RATIOS))
-    watch.then = lambda _: reads_at.append(len(source.names))
+    watch.then = lambda _: source.announced.set()
     await stores.load(FACTS, source=source, observer=watch)
-    assert reads_at[0] < len(source.names)
+    assert source.begun.count(before.begun[-1]) == 1
 
 
 async def test_no_byte_above_the_first_ratio_is_read_before_it_is_announced(

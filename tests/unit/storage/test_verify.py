@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from kvkeep_storage.errors import StoreMismatch
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.metadata import Metadata
+from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.reindex import reindex
 from kvkeep_storage.sweeper import Sweeper
 from kvkeep_storage.verify import Checked, Verifier
@@ -53,6 +54,28 @@ async def _healthy(stores: Stores) -> Path:
     """One context with its cache; where the cache lies."""
     await stores.register(FACTS)
     return stores.folder(await stores.build(ROWS, FACTS))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ratios_available": "0.05,0.3", "ratio_achieved": "0.29", "stored_bytes": "77"},
+        {"policy_applied": "another", "timings": '{"prefill_seconds": 9.0}'},
+        {"fidelity": '{"spans": 2, "tokens": 64, "nll_full": 1.5, "ratios": []}'},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+async def test_what_another_build_of_a_shared_cache_changes_in_a_record_is_no_fault_of_the_mirror(
+    stores: Stores, changes: dict[str, str]
+) -> None:
+    await _healthy(stores)
+    key = TenantKeys(TENANT).context("ctx_01")
+    before = await stores.metadata.context(TENANT, "ctx_01")
+    await stores.metadata.link.command(
+        "HSET", key, *(part for pair in changes.items() for part in pair)
+    )
+    assert await stores.metadata.context(TENANT, "ctx_01") != before
+    assert await _problems(stores) == []
 
 
 async def test_what_is_whole_is_told_to_be_whole(stores: Stores) -> None:
