@@ -87,9 +87,7 @@ class ContextCreate(Body):
     system: str | None = None
     """System text before the document; never evicted. null: none."""
     instructions: str | None = None
-    """Text between system and document; never evicted, but followed less the less is kept of the
-    document: what every answer must obey belongs into its query's `system` as well. null: none.
-    """
+    """Text between system and document; never evicted. What must be obeyed: `system` of a query."""
     protect: list[ProtectedSpan] = Field(default_factory=list, max_length=4096)
     """At most 4096 character ranges of the document that are never evicted."""
     model: str | None = None
