@@ -14,12 +14,16 @@ _SKIPPED_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question. ``wanted``: texts that its answer should hold, or, withheld, should not."""
+    """One question. ``wanted``: texts that its answer should hold, or, withheld, should not.
+
+    ``max_tokens`` is room for a whole sentence before the value: with 24, one wordy answer in seven
+    was cut off in the middle of it, and a system was judged by how short its sentences are.
+    """
 
     text: str
     wanted: tuple[str, ...]
     judge: Judge = "contains_all"
-    max_tokens: int = 24
+    max_tokens: int = 96
 
 
 @dataclass(frozen=True, slots=True)

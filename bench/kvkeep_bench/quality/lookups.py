@@ -57,8 +57,7 @@ def uuids(number: int, words: int) -> Item:
     lines = [f"Record {key} refers to {value}." for key, value in pairs]
     asked = draw.sample(pairs, _ASKED)
     questions = tuple(
-        Question(f"What does record {key} refer to?", (value,), max_tokens=48)
-        for key, value in asked
+        Question(f"What does record {key} refer to?", (value,)) for key, value in asked
     )
     return Item("UUIDs", f"uuids-{number}", "\n".join(lines), questions)
 
