@@ -5,7 +5,7 @@ Times are epoch seconds. ``ratio`` is the fraction of the KV pairs that is kept.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Self, get_args
 
 from kvkeep_storage.errors import Invalid
@@ -157,6 +157,20 @@ class ContextRecord:
         """
         is_refreshed = self.status == "ready" and self.refresh_requested_at is not None
         return self.status in UNFINISHED or is_refreshed
+
+    def without_cache(self) -> Self:
+        """As it is while no cache is attached to it and none is built: queued for one."""
+        return replace(
+            self,
+            status="queued",
+            stage=None,
+            fraction=0.0,
+            ratio_achieved=None,
+            ratios_available=(),
+            stored_bytes=None,
+            fidelity=None,
+            refresh_requested_at=None,
+        )
 
     def to_hash(self) -> dict[str, str]:
         """Every field that is not None, as text for a Redis hash."""

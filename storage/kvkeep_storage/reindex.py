@@ -162,17 +162,5 @@ def _unbuilt(record: ContextRecord, now: float) -> ContextRecord:
     expires_at = record.expires_at
     if record.expires_anchor == "last_used_at" and record.expires_seconds is not None:
         expires_at = Expiry(record.expires_anchor, record.expires_seconds).at(now, now)
-    if record.status == "failed":
-        return replace(record, expires_at=expires_at)
-    return replace(
-        record,
-        status="queued",
-        stage=None,
-        fraction=0.0,
-        ratio_achieved=None,
-        ratios_available=(),
-        stored_bytes=None,
-        fidelity=None,
-        expires_at=expires_at,
-        refresh_requested_at=None,
-    )
+    unbuilt = record if record.status == "failed" else record.without_cache()
+    return replace(unbuilt, expires_at=expires_at)

@@ -202,21 +202,14 @@ class _Look:
 def _mirrored(record: ContextRecord) -> ContextRecord:
     """What a reindex takes from a mirror; the rest it finds in the cache, or counts anew."""
     return replace(
-        record,
+        record.without_cache(),
         status="failed" if record.status == "failed" else "queued",
-        stage=None,
-        fraction=0.0,
         ready_at=None,
         last_used_at=None,
         expires_at=None,
-        ratio_achieved=None,
-        ratios_available=(),
-        stored_bytes=None,
         policy_applied="",
         timings={},
-        fidelity=None,
         queries=0,
         error_code=None,
         error_detail=None,
-        refresh_requested_at=None,
     )

@@ -212,3 +212,19 @@ def test_every_field_of_a_record_survives_when_all_are_set() -> None:
     )
     assert set(record.to_hash()) == {field.name for field in fields(ContextRecord)}
     assert ContextRecord.from_hash(record.to_hash()) == record
+
+
+def test_without_its_cache_a_record_says_nothing_that_the_cache_did() -> None:
+    ready = a_context(
+        status="ready",
+        name="n",
+        queries=2,
+        stage="storing",
+        fraction=1.0,
+        ratio_achieved=0.31,
+        ratios_available=(0.1, 0.3),
+        stored_bytes=3,
+        refresh_requested_at=7.0,
+        fidelity=Fidelity(1, 36, 0.3, (RatioFidelity(0.3, 0.4, 0.9, 0.01),)),
+    )
+    assert ready.without_cache() == a_context(name="n", queries=2)
