@@ -12,7 +12,7 @@ from kvkeep_client import calls
 from kvkeep_client.async_answers import AsyncAnswerStream, AsyncSession
 from kvkeep_client.async_transport import AsyncTransport
 from kvkeep_client.calls import Asked, CreateOptions, Order, QueryOptions
-from kvkeep_client.contexts import PAGE_SIZE, REJOIN_SECONDS, never_ready, one_text
+from kvkeep_client.contexts import PAGE_SIZE, REJOIN_SECONDS, never_ready, one_text, waiting_for
 from kvkeep_client.errors import StreamInterrupted, TimedOut
 from kvkeep_client.models import (
     UNSET,
@@ -61,12 +61,12 @@ class AsyncContext:
 
     async def wait(self, *, timeout_seconds: float | None = None, progress: bool = False) -> Self:
         """As ``Context.wait``."""
-        with build_bar(self.name or self.id, shown=progress) as show:
+        with waiting_for(self.id), build_bar(self.name or self.id, shown=progress) as show:
             async for info in self.events(timeout_seconds=timeout_seconds):
                 show(info)
-        if self.info.is_ready:
-            return self
-        raise never_ready(self.info)
+            if not self.info.is_ready:
+                raise never_ready(self.info)
+        return self
 
     async def events(self, *, timeout_seconds: float | None = None) -> AsyncIterator[ContextInfo]:
         """As ``Context.events``."""

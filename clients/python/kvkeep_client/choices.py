@@ -23,6 +23,13 @@ class Scoring(StrEnum):
     LOCAL = "local"
 
 
+class Normalization(StrEnum):
+    """What scores are multiplied by."""
+
+    NONE = "none"
+    KVZIP_PLUS = "kvzip_plus"
+
+
 class Quantization(StrEnum):
     """What numbers that are kept become."""
 

@@ -1,4 +1,4 @@
-"""The commands of ``kvkeep``: put, ask, chat, prefetch, ls, rm, show.
+"""The commands of ``kvkeep``: put, ask, chat, prefetch, rebuild, ls, rm, show.
 
 Standard output has the result and nothing else, so that it can be piped; everything about the
 way there goes to standard error. With ``--json`` both are JSON.
@@ -8,27 +8,31 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvkeep_client.arguments import expiry, pairs, ratio_or_auto, spans
 from kvkeep_client.calls import CreateOptions, QueryOptions
-from kvkeep_client.choices import Policy, Quantization, Scoring
+from kvkeep_client.choices import Normalization, Policy, Quantization, Scoring
 from kvkeep_client.client import KVKeep
-from kvkeep_client.errors import APIError, ContextNotFound, KVKeepError, ServerUnreachable
+from kvkeep_client.contexts import Context
+from kvkeep_client.errors import KVKeepError, ServerUnreachable
+from kvkeep_client.failures import going_on, problem, told
 from kvkeep_client.shown import details, row, summary
-from kvkeep_client.terminal import typed_lines, write_answer
+from kvkeep_client.terminal import say, typed_lines, write_answer, write_json, write_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
+EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
-    help="Register long documents once, and ask questions about them.",
     epilog="Exit codes: 0 done, 1 the request failed, 2 wrong usage, 3 no server answers.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,6 +54,22 @@ AllowLossy = Annotated[
     bool,
     typer.Option("--allow-lossy", help="Allow a ratio below 0.15, at which answers suffer."),
 ]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        write_line(f"kvkeep {version('kvkeep-client')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvkeep(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Register long documents once, and ask questions about them."""
 
 
 @app.command()
@@ -81,19 +101,44 @@ def put(
         Quantization,
         typer.Option(help="What kept numbers become: 8 bits (int8, fp8), 4, or what they were."),
     ] = Quantization.NONE,
+    normalization: Annotated[
+        Normalization,
+        typer.Option(help="What scores count by: attention, or also what it adds (kvzip_plus)."),
+    ] = Normalization.NONE,
+    protect: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="START:END",
+            help="Characters never to evict, from START up to END, counted from 0; repeatable.",
+        ),
+    ] = None,
     system: Annotated[
         str | None, typer.Option(help="A system text, kept before the document.")
+    ] = None,
+    instructions: Annotated[
+        str | None, typer.Option(help="A text between system and document, kept too.")
+    ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Kept with the context; repeatable."),
+    ] = None,
+    expires_after: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="SECONDS", help="So long after the last question; 0: never."),
     ] = None,
     wait: Annotated[bool, typer.Option(help="Return when questions can be asked.")] = True,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Register a document and print its context id."""
+    """Register a document and print its context id, then wait until it is ready."""
     options: CreateOptions = {
         "name": file.name if name is None else name,
         "system": system,
-        "ratio": _ratio_or_auto(ratio),
+        "instructions": instructions,
+        "metadata": pairs(metadata or ()),
+        "protect": spans(protect or ()),
+        "ratio": ratio_or_auto(ratio),
         "max_loss": max_loss,
         "tokens": tokens,
         "allow_lossy": allow_lossy,
@@ -101,29 +146,21 @@ def put(
         "scoring": scoring.value,
         "neighbours": neighbours,
         "quantization": quantization.value,
+        "normalization": normalization.value,
     }
+    if expires_after is not None:
+        options["expires_after"] = expiry(expires_after)
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.create(path=file, **options)
+        if not as_json:
+            # At once: whatever ends the wait, it is known what was registered.
+            write_line(context.id)
         if wait:
-            context.wait(progress=not as_json)
+            _wait(context, as_json=as_json)
         if as_json:
-            _print_json(context.info.received)
-            return
-        _say(summary(context.info))
-        _print(context.id)
-
-
-def _ratio_or_auto(text: str | None) -> float | Literal["auto"] | None:
-    """Read what was given as --ratio. Raises: BadParameter."""
-    if text is None:
-        return None
-    if text == "auto":
-        return "auto"
-    try:
-        return float(text)
-    except ValueError as error:
-        reason = f"{text!r} is neither a number nor auto"
-        raise typer.BadParameter(reason, param_hint="--ratio") from error
+            write_json(context.info.received)
+        else:
+            say(summary(context.info))
 
 
 @app.command()
@@ -150,22 +187,22 @@ def ask(
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.get(context_id)
         if not context.info.is_ready:
-            context.wait(progress=not as_json)
+            _wait(context, as_json=as_json)
         if len(questions) > 1:
             answers = context.query_many(questions, **options)
             if as_json:
-                _print_json([answer.received for answer in answers])
+                write_json([answer.received for answer in answers])
                 return
             for question, answer in zip(questions, answers, strict=True):
-                _print(f"{question}\n{answer.answer}\n")
+                write_line(f"{question}\n{answer.answer}\n")
             return
         if as_json:
-            _print_json(context.query(questions[0], **options).received)
+            write_json(context.query(questions[0], **options).received)
             return
         with context.stream(questions[0], **options) as stream:
             write_answer(stream)
         if stream.answer.finish_reason == "length":
-            _say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
+            say(f"(cut at {max_tokens} tokens: --max-tokens sets the limit)")
 
 
 @app.command()
@@ -182,7 +219,7 @@ def chat(
     with _connected(url, api_key, as_json=False) as kv:
         context = kv.contexts.get(context_id)
         if not context.info.is_ready:
-            context.wait(progress=True)
+            _wait(context, as_json=False)
         session = context.session()
         for question in typed_lines():
             with session.stream(question, **options) as stream:
@@ -199,7 +236,26 @@ def prefetch(
     with _connected(url, api_key, as_json=as_json) as kv:
         info = kv.contexts.get(context_id).prefetch().info
     if as_json:
-        _print_json(info.received)
+        write_json(info.received)
+
+
+@app.command()
+def rebuild(
+    context_id: ContextId,
+    wait: Annotated[bool, typer.Option(help="Return when it is built.")] = True,
+    as_json: AsJson = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Build a context's cache again, after a failure or to replace it."""
+    with _connected(url, api_key, as_json=as_json) as kv:
+        context = kv.contexts.get(context_id).rebuild()
+        if wait:
+            _wait(context, as_json=as_json)
+        if as_json:
+            write_json(context.info.received)
+        else:
+            say(summary(context.info))
 
 
 @app.command("ls")
@@ -213,7 +269,7 @@ def list_contexts(
     with _connected(url, api_key, as_json=as_json) as kv:
         infos = [context.info for context in kv.contexts.list(status=status)]
     if as_json:
-        _print_json([info.received for info in infos])
+        write_json([info.received for info in infos])
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("CONTEXT", "STATUS"):
@@ -240,7 +296,7 @@ def remove(
         for context_id in context_ids:
             kv.contexts.delete(context_id)
     if as_json:
-        _print_json({"deleted": context_ids})
+        write_json({"deleted": context_ids})
 
 
 @app.command()
@@ -251,10 +307,20 @@ def show(
     with _connected(url, api_key, as_json=as_json) as kv:
         info = kv.contexts.get(context_id).info
     if as_json:
-        _print_json(info.received)
+        write_json(info.received)
         return
     for title, value in details(info):
-        _print(f"{title:<10}{value}")
+        write_line(f"{title:<10}{value}")
+
+
+def _wait(context: Context, *, as_json: bool) -> None:
+    try:
+        context.wait(progress=not as_json)
+    except KeyboardInterrupt as error:
+        detail = going_on(context.id)
+        said = {"code": "interrupted", "detail": detail, "context_id": context.id}
+        say(json.dumps(said) if as_json else detail)
+        raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
 @contextmanager
@@ -264,10 +330,7 @@ def _connected(url: str | None, api_key: str | None, *, as_json: bool) -> Iterat
         with KVKeep(url, api_key=api_key) as kv:
             yield kv
     except KVKeepError as error:
-        if as_json:
-            _say(json.dumps(_problem(error), ensure_ascii=False))
-        else:
-            _say(f"kvkeep: {error.detail}{_advice(error)}")
+        say(json.dumps(problem(error), ensure_ascii=False) if as_json else told(error))
         unreachable = isinstance(error, ServerUnreachable)
         raise typer.Exit(EXIT_UNREACHABLE if unreachable else EXIT_FAILED) from error
     except BrokenPipeError:
@@ -275,43 +338,5 @@ def _connected(url: str | None, api_key: str | None, *, as_json: bool) -> Iterat
         raise
     except (ValueError, OSError) as error:
         # A bad URL, or a file that is not text: found before anything was sent.
-        _say(json.dumps({"code": "usage", "detail": str(error)}) if as_json else f"kvkeep: {error}")
+        say(json.dumps({"code": "usage", "detail": str(error)}) if as_json else f"kvkeep: {error}")
         raise typer.Exit(EXIT_USAGE) from error
-
-
-def _problem(error: KVKeepError) -> dict[str, object]:
-    problem = {
-        "code": error.code,
-        "detail": error.detail,
-        "status": error.status,
-        "request_id": error.request_id,
-    }
-    return {**(error.facts if isinstance(error, APIError) else {}), **problem}
-
-
-def _advice(error: KVKeepError) -> str:
-    match error:
-        case ServerUnreachable():
-            return (
-                "\nStart one with: kvkeep-server serve (or name another with --url or KVKEEP_URL)"
-            )
-        case ContextNotFound():
-            return "\nkvkeep ls shows what there is."
-        case APIError(status=401):
-            return "\nGive the key with --api-key or KVKEEP_API_KEY."
-        case APIError(request_id=str() as request_id) if (error.status or 0) >= 500:
-            return f"\nThe server's log has it under request {request_id}."
-        case _:
-            return ""
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def _print_json(value: object) -> None:
-    _print(json.dumps(value, ensure_ascii=False, indent=2))
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, Unpack
 
@@ -13,6 +13,7 @@ from kvkeep_client.calls import Asked, CreateOptions, Order, QueryOptions
 from kvkeep_client.errors import (
     ContextExpired,
     ContextFailed,
+    KVKeepError,
     Problem,
     StreamInterrupted,
     TimedOut,
@@ -72,14 +73,15 @@ class Context:
         """Return once questions can be asked. Modifies ``info``.
 
         ``progress`` shows a bar on standard error, or one line per stage without rich.
-        Raises: ContextFailed and ContextExpired, when it never will be ready; TimedOut.
+        Raises: ContextFailed and ContextExpired, when it never will be ready; TimedOut; what
+            ``refresh`` raises while the server is away. Each names the context in ``context_id``.
         """
-        with build_bar(self.name or self.id, shown=progress) as show:
+        with waiting_for(self.id), build_bar(self.name or self.id, shown=progress) as show:
             for info in self.events(timeout_seconds=timeout_seconds):
                 show(info)
-        if self.info.is_ready:
-            return self
-        raise never_ready(self.info)
+            if not self.info.is_ready:
+                raise never_ready(self.info)
+        return self
 
     def events(self, *, timeout_seconds: float | None = None) -> Iterator[ContextInfo]:
         """Yield the state now and at every change, until it is ready, failed or expired.
@@ -208,7 +210,8 @@ class Contexts:
         """Register a document, given as text or as the path of a UTF-8 file.
 
         Returns as soon as the server has accepted it: ``wait()`` until it is ready. With
-        ``progress`` this waits, and shows a bar. Retries never register a document twice.
+        ``progress`` this waits, and shows a bar; an error while it waits has the ``context_id``,
+        so that ``get`` finds it again. Retries never register a document twice.
         Raises: ValueError, for both or neither of text and path, or a file that is not UTF-8;
             TypeError, ValueError, naming the argument, for what cannot be sent at all; OSError,
             for a file that cannot be read; EmptyDocument, DocumentTooLong and the other errors of
@@ -248,6 +251,17 @@ class Contexts:
     def delete(self, context_id: str) -> None:
         """Delete one context; an unknown one is no error."""
         self._transport.nothing(calls.delete_context(context_id))
+
+
+@contextmanager
+def waiting_for(context_id: str) -> Iterator[None]:
+    """Have an error that ends the wait for a context name it: nobody else may know it yet."""
+    try:
+        yield
+    except KVKeepError as error:
+        error.context_id = context_id
+        error.add_note(f"This ended the wait for context {context_id}.")
+        raise
 
 
 def one_text(document: str | None, path: str | Path | None) -> str:

@@ -50,6 +50,9 @@ class KVKeepError(Exception):
     is_retried: ClassVar[bool] = False
     """Whether the client repeats a request that failed like this."""
 
+    context_id: str | None = None
+    """The context that was waited for when this happened."""
+
     def __init__(
         self, detail: str, *, code: str, status: int | None = None, request_id: str | None = None
     ) -> None:

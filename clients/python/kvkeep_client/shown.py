@@ -10,23 +10,20 @@ def summary(info: ContextInfo) -> str:
     """One line: what became of it."""
     if not info.is_ready:
         return f"{info.status}: {info.tokens.total:,} tokens to read"
-    compression = info.compression
-    stored = compression.stored_bytes or 0
+    full = _bytes(info.compression.full_bytes)
     return (
-        f"ready: {info.tokens.total:,} tokens,"
-        f" {_bytes(stored)} stored of {_bytes(compression.full_bytes)} ({_kept(info)} kept)"
+        f"ready: {info.tokens.total:,} tokens, {_kept(info)} kept; {_size(info)} stored of {full}"
     )
 
 
 def row(info: ContextInfo) -> tuple[str, ...]:
     """The cells of a list: id, status, tokens, kept, size, queries, name."""
-    stored = info.compression.stored_bytes
     return (
         info.id,
         info.status,
         f"{info.tokens.total:,}",
         _kept(info),
-        "-" if stored is None else _bytes(stored),
+        _size(info),
         str(info.queries),
         info.name or "",
     )
@@ -44,8 +41,9 @@ def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
     yield "model", info.model
     yield "tokens", f"{info.tokens.total:,} ({info.tokens.protected:,} protected)"
     yield "kept", f"{_kept(info)} by {info.compression.policy_applied}"
-    stored = info.compression.stored_bytes
-    yield "size", f"{_bytes(stored or 0)} of {_bytes(info.compression.full_bytes)}"
+    yield "size", f"{_size(info)} of {_bytes(info.compression.full_bytes)}"
+    if info.compression.ratios_available:
+        yield "ratios", ", ".join(f"{ratio:g}" for ratio in info.compression.ratios_available)
     if info.fidelity is not None:
         yield "lost", _lost(info.fidelity)
     yield "queries", str(info.queries)
@@ -64,8 +62,20 @@ def _lost(fidelity: Fidelity) -> str:
 
 
 def _kept(info: ContextInfo) -> str:
+    """What its answers are read from."""
+    if info.compression.policy_applied == "none":
+        return "100%"
     ratio = info.compression.ratio
     return "auto" if ratio is None else f"{ratio:.0%}"
+
+
+def _size(info: ContextInfo) -> str:
+    """What is stored, which holds more than is kept where it is shared with who asked for more."""
+    stored, achieved = info.compression.stored_bytes, info.compression.ratio_achieved
+    if stored is None:
+        return "-"
+    held = _kept(info) if achieved is None else f"{achieved:.0%}"
+    return _bytes(stored) if held == _kept(info) else f"{_bytes(stored)} at {held}"
 
 
 def _bytes(count: int) -> str:

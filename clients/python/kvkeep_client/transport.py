@@ -251,17 +251,29 @@ def refusal(body: Fields, response: httpx2.Response) -> APIError:
     # An error event arrives under status 200: the body knows better.
     status = status if isinstance(status, int) else response.status_code
     code, detail = values.get("code"), values.get("detail")
+    if not isinstance(detail, str):
+        detail = f"the server answered {status}"
+    if status == 404 and code in (None, "not_found"):
+        detail = f"{detail}{_about_path(response.request.url)}"
     request_id = values.get("request_id") or response.headers.get("X-Request-Id")
     return error_for(
         Problem(
             status=status,
             code=code if isinstance(code, str) else f"http_{status}",
-            detail=detail if isinstance(detail, str) else f"the server answered {status}",
+            detail=detail,
             request_id=str(request_id) if request_id else None,
             retry_after_seconds=_retry_after(response.headers.get("Retry-After")),
             facts={name: value for name, value in values.items() if name not in named},
         )
     )
+
+
+def _about_path(asked: httpx2.URL) -> str:
+    """What to think of first when a server does not know a path at all."""
+    above = asked.path.partition("/contexts")[0]
+    if above:
+        return f": {asked}; is {above} part of the server's URL, or to be left out of it?"
+    return f": {asked}; is it a kvkeep server?"
 
 
 def _retry_after(header: str | None) -> float | None:

@@ -147,7 +147,11 @@ class StandIn:
         default_factory=lambda: [("prefill", 0.5), ("scoring", 0.25), ("storing", 1.0)]
     )
     ends_as: str = "ready"
-    """The status a build ends in; "building" leaves it unfinished and breaks the stream off."""
+    """The status a build ends in; "building" leaves it unfinished and breaks the stream off,
+    "forever" never ends it."""
+    planned_after: dict[str, list[Response]] = field(default_factory=dict)
+    """Answers planned once a request to a path that ends so has been answered."""
+    is_building: threading.Event = field(default_factory=threading.Event)
     stream_ends_with: str = "done"
     """done, error, silence or break; or forever, which ends only when the client hangs up."""
     hung_up: threading.Event = field(default_factory=threading.Event)
@@ -184,6 +188,7 @@ class StandIn:
         headers, params = dict(request.headers), request.query_params.multi_items()
         self.seen.append(Seen(request.method, request.url.path, params, headers, body))
         response = self.planned.pop(0) if self.planned else self._route(request, body or {})
+        self.planned += self.planned_after.pop(request.url.path.rpartition("/")[2], [])
         response.headers["X-Request-Id"] = "req_of_the_header"
         return response
 
@@ -275,6 +280,10 @@ class StandIn:
             yield b": ping\n\n"
             yield sse("progress", context)
             await asyncio.sleep(0)
+        self.is_building.set()
+        while self.ends_as == "forever":
+            yield b": ping\n\n"
+            await asyncio.sleep(0.01)
         if self.ends_as == "building":
             raise ConnectionAbortedError("the stand-in breaks off as it was told to")
         self.finish(context_id, self.ends_as)

@@ -60,6 +60,15 @@ async def test_a_build_that_fails_is_raised(server: StandIn, akv: AsyncKVKeep) -
         await (await akv.contexts.create("some words")).wait()
 
 
+async def test_an_error_that_ends_a_wait_names_the_context(
+    server: StandIn, akv: AsyncKVKeep
+) -> None:
+    server.ends_as = "failed"
+    with pytest.raises(ContextFailed) as failed:
+        await akv.contexts.create("some words", progress=True)
+    assert [failed.value.context_id] == list(server.contexts)
+
+
 async def test_a_stream_is_its_answer(server: StandIn, context: AsyncContext) -> None:
     stream = await context.stream("When?")
     with pytest.raises(RuntimeError):

@@ -130,6 +130,19 @@ def test_waiting_for_a_failed_build_says_why(server: StandIn, kv: KVKeep) -> Non
     assert context.status == "failed"
 
 
+def test_an_error_that_ends_a_wait_names_the_context(server: StandIn, kv: KVKeep) -> None:
+    server.ends_as = "failed"
+    with pytest.raises(ContextFailed) as failed:
+        kv.contexts.create("some words", progress=True)
+    [context_id] = server.contexts
+    assert failed.value.context_id == context_id
+    assert context_id in "".join(failed.value.__notes__)
+    server.planned = [problem(404, "context_not_found")]
+    with pytest.raises(ContextNotFound) as unknown:
+        kv.contexts.get("ctx_1")
+    assert unknown.value.context_id is None
+
+
 def test_a_failed_context_can_be_built_again(server: StandIn, kv: KVKeep) -> None:
     server.ends_as = "failed"
     context = kv.contexts.create("some words")
