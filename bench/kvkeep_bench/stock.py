@@ -15,7 +15,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from kvkeep_service.engine.gguf import quiet_progress
+from kvkeep_service.engine.gguf import quiet_loading
 
 CHUNK_TOKENS = 512
 
@@ -34,7 +34,7 @@ class StockModel:
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         """Load the same weights that the engine runs."""
-        with quiet_progress():
+        with quiet_loading():
             # Its class is chosen at run time.
             model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=dtype, attn_implementation="sdpa"

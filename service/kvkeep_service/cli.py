@@ -12,7 +12,6 @@ from kvkeep_service.admin import admin
 from kvkeep_service.command_line import Data, RedisUrl, Store, refused, run, settings_from
 from kvkeep_service.errors import ServiceError
 from kvkeep_service.start_errors import StartRefused
-from kvkeep_service.stores import open_objects
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.add_typer(admin, name="admin")
@@ -83,24 +82,20 @@ def serve(
         "head_scores": head_scores,
     }
     settings = settings_from(flags)
-    # Imported here and below: torch takes seconds, and what is wrong should be told at once.
-    from kvkeep_service.listener import open_listener
+    # Imported here: a wrong flag should be told at once.
+    from kvkeep_service.listener import listening
+    from kvkeep_service.serving import Announcements
+    from kvkeep_service.serving import serve as serve_application
 
+    announce = Announcements(
+        loading=lambda: typer.echo(f"loading model {settings.model} …", err=True),
+        ready=lambda url: typer.echo(f"kvkeep is ready at {url}"),
+    )
     try:
-        listener = open_listener(settings)
+        with listening(settings) as listeners:
+            run(serve_application(settings, listeners, announce))
     except StartRefused as error:
         raise refused(error) from error
-    with listener:
-        if settings.store is not None:
-            run(open_objects(settings.store, settings.faults))
-        from kvkeep_service.app import serve as serve_application
-
-        typer.echo(f"loading model {settings.model} …", err=True)
-        run(
-            serve_application(
-                settings, listener, lambda url: typer.echo(f"kvkeep is ready at {url}")
-            )
-        )
 
 
 @app.command()

@@ -8,6 +8,7 @@ default. Nothing else reads the environment, but for the overrides of the kernel
 
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,17 +30,21 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvkeep_service.bounds import Bounds
 from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_storage.errors import Invalid
 from kvkeep_storage.faults import Faults
 from kvkeep_storage.quotas import Quotas
+from kvkeep_storage.redis_link import RedisLink
 from kvkeep_storage.store_url import parse_store_url
 
 PREFIX = "KVKEEP_"
 # Settings whose wrong value is not repeated: a secret may stand in it.
-_UNSHOWN = frozenset({"api_key", "store"})
+_UNSHOWN = frozenset({"api_key", "redis_url", "store"})
 # Variables of the same family that other parts read.
 _ELSEWHERE = frozenset({"KVKEEP_CONFIG", "KVKEEP_KERNELS", "KVKEEP_URL"})
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
@@ -55,13 +60,13 @@ class Settings(BaseSettings):
     """Hub id, directory, GGUF file, or "bundled" for the packaged demo model."""
     chat_template: Folder | None = None
     """Jinja file used instead of the model's own chat template."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = "auto"
     """auto (CUDA when there is one), cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and cache; auto is float32 on a CPU, the model's own 16-bit type on a GPU."""
     cuda_graphs: bool = True
     """Whether decoding steps on a GPU are replayed from graphs; 0 launches every kernel anew."""
-    threads: int | None = Field(None, ge=1, le=1024)
+    threads: Annotated[int, Bounds(1, 1024)] | None = None
     """CPU threads of the engine; None leaves the choice to torch."""
     head_scores: Folder | None = None
     """What ``calibrate`` wrote for the model; None is its file in the data directory, if any."""
@@ -76,59 +81,77 @@ class Settings(BaseSettings):
     """``file://`` or ``s3://`` URL of the object store; None is a folder of the data directory."""
     disk_cache: Folder | None = None
     """Directory for copies of what a remote store holds; None is one in the data directory."""
-    disk_cache_bytes: int = Field(20 * 2**30, ge=0)
+    disk_cache_bytes: Annotated[int, Bounds(0)] = 20 * 2**30
     """Budget of that directory, for all processes that share it; 0 keeps no copies."""
     faults: str | None = Field(None, min_length=1)
     """Faults that the object store shows on purpose, for tests and staging; None is none."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on; anything but loopback needs an API key."""
-    port: int = Field(8000, ge=0, le=65535)
+    """Address to listen on, or a name, at all its addresses; all but loopback need an API key."""
+    port: Annotated[int, Bounds(0, 65535)] = 8000
     """0 takes a free port, which the start line names."""
     api_key: SecretStr | None = None
     """The bearer key asked for everywhere but under /health; without it, loopback only."""
-    body_limit_bytes: int = Field(32 * 2**20, ge=1024, le=2**30)
+    body_limit_bytes: Annotated[int, Bounds(1024, 2**30)] = 32 * 2**20
     """The largest request body; a larger one is answered 413."""
-    default_ttl_seconds: int | None = Field(None, ge=1, le=10 * 365 * 86400)
+    default_ttl_seconds: Annotated[int, Bounds(1, 10 * 365 * 86400)] | None = None
     """Expiry after creation of contexts registered without ``expires_after``; None is never."""
 
-    reserve_tokens: int = Field(256, ge=192, le=65536)
+    reserve_tokens: Annotated[int, Bounds(192, 65536)] = 256
     """Positions kept free for question and answer: a document may use all but these."""
-    max_queue: int = Field(64, ge=1, le=100_000)
+    max_queue: Annotated[int, Bounds(1, 100_000)] = 64
     """Queries that may wait for the engine; one more is answered 503 overloaded."""
-    build_slice_ms: float | None = Field(None, gt=0, le=60_000)
+    build_slice_ms: Annotated[float, Bounds(0, 60_000, is_above=True)] | None = None
     """What a build may take between two tokens of running answers; None is 0.4 of a token."""
-    memory_bytes: int | None = Field(None, ge=2**20)
+    memory_bytes: Annotated[int, Bounds(2**20)] | None = None
     """For caches, builds and running answers together; None is 0.9 of what is free at the start."""
-    resident_bytes: int = Field(4 * 2**30, ge=0)
+    resident_bytes: Annotated[int, Bounds(0)] = 4 * 2**30
     """Budget for caches held in the engine's memory."""
-    host_bytes: int = Field(4 * 2**30, ge=0)
+    host_bytes: Annotated[int, Bounds(0)] = 4 * 2**30
     """Budget for what a GPU gives up, in page-locked host memory; 0 keeps none."""
-    session_bytes: int = Field(512 * 2**20, ge=0)
+    session_bytes: Annotated[int, Bounds(0)] = 512 * 2**20
     """Of memory_bytes, a quarter at most, to continue answers in sessions; 0 keeps nothing."""
-    session_ttl_seconds: int = Field(1800, ge=1, le=7 * 86400)
+    session_ttl_seconds: Annotated[int, Bounds(1, 7 * 86400)] = 1800
     """How long an answer that nobody continues can be continued."""
     on_corrupt: Literal["rebuild", "fail"] = "rebuild"
     """What happens to a context whose stored cache is proven wrong."""
-    tenant_bytes: int | None = Field(None, ge=0)
+    tenant_bytes: Annotated[int, Bounds(0)] | None = None
     """Bytes of caches that one tenant may have, estimated while they are built; None is any."""
-    tenant_contexts: int | None = Field(None, ge=0)
+    tenant_contexts: Annotated[int, Bounds(0)] | None = None
     """Contexts that one tenant may have; None is any number."""
-    tenant_queued: int | None = Field(None, ge=0)
+    tenant_queued: Annotated[int, Bounds(0)] | None = None
     """Contexts of one tenant that may wait for a build or be built; None is any number."""
-    store_bytes: int | None = Field(None, ge=0)
+    store_bytes: Annotated[int, Bounds(0)] | None = None
     """Bytes of all caches in the object store; the least recently used go. None is no cap."""
-    stale_seconds: float = Field(60, ge=0, le=3600)
+    stale_seconds: Annotated[float, Bounds(0, 3600)] = 60
     """While Redis is away, a cache in memory answers for so long after its record was read."""
-    sweep_interval_seconds: int = Field(60, ge=1, le=86400)
+    sweep_interval_seconds: Annotated[int, Bounds(1, 86400)] = 60
     """Between two sweeps for expired contexts and leftovers."""
-    sweep_grace_seconds: int = Field(3600, ge=1, le=30 * 86400)
+    sweep_grace_seconds: Annotated[int, Bounds(1, 30 * 86400)] = 3600
     """Age an unreferenced generation must have before the sweeper removes it."""
 
     @property
     def quotas(self) -> Quotas:
         """What each tenant may have."""
         return Quotas(self.tenant_contexts, self.tenant_queued, self.tenant_bytes)
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError("must be auto, cpu, cuda or cuda:N, N being the number of a GPU")
+        return device
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            try:
+                # Prepares connections and makes none.
+                RedisLink.open(url, timeout_seconds=1)
+            except Invalid as error:
+                raise ValueError(error.reason) from None
+        return url
 
     @field_validator("store")
     @classmethod

@@ -88,9 +88,9 @@ class EmptyDocument(Invalid):
 
     code = "empty_document"
 
-    def __init__(self) -> None:
-        """Nothing to name: the document is all there is."""
-        super().__init__("the document is empty or only white space")
+    def __init__(self, field: str) -> None:
+        """Name the field it was sent in: "document" or "documents"."""
+        super().__init__("the document is empty or only white space", field=field)
 
 
 class DocumentTooLong(Invalid):
@@ -101,7 +101,7 @@ class DocumentTooLong(Invalid):
     def __init__(self, tokens: int, max_tokens: int) -> None:
         """Both in tokens: what was counted, and the most that is accepted."""
         told = f"the document has {tokens} tokens; at most {max_tokens} are accepted"
-        super().__init__(told, tokens=tokens, max_tokens=max_tokens)
+        super().__init__(told, field="document", tokens=tokens, max_tokens=max_tokens)
         self.tokens = tokens
         self.max_tokens = max_tokens
 
@@ -163,7 +163,8 @@ class ModelNotFound(Missing):
 
     def __init__(self, model: str, served: str) -> None:
         """Name both models."""
-        super().__init__(f"model {model!r} is not served here; {served!r} is", served=served)
+        told = f"model {model!r} is not served here; {served!r} is"
+        super().__init__(told, field="model", served=served)
 
 
 class ContextNotFound(Missing):

@@ -240,15 +240,15 @@ class Registry:
         With ``min_ratio``, a stored one that is not above it, less may be served. While Redis
         is away, a record seen a short time ago will do, and the use is not counted.
         Raises: ContextNotFound, ContextExpired, ContextModelMismatch, ContextNotReady,
-            ContextFailed; InvalidRequest for a ratio that is not stored; RecordsForeign.
+            ContextFailed; InvalidRequest for a ratio it does not offer; RecordsForeign.
         """
         record, is_current = await self._answerable(tenant, context_id)
         self._require_ready(record)
         asked = record.ratio if ratio is None else ratio
         if ratio is not None:
-            _check_stored("ratio", ratio, record)
+            _check_offered("ratio", ratio, record)
         if min_ratio is not None:
-            _check_stored("min_ratio", min_ratio, record)
+            _check_offered("min_ratio", min_ratio, record)
             if min_ratio > asked:
                 raise InvalidRequest("min_ratio", f"{min_ratio} is above the ratio, {asked}")
         if is_current and not await self._touched(tenant, context_id):
@@ -312,10 +312,11 @@ class Registry:
         await self._remover.close()
 
 
-def _check_stored(field: str, ratio: float, record: ContextRecord) -> None:
+def _check_offered(field: str, ratio: float, record: ContextRecord) -> None:
     if ratio not in record.ratios_available:
-        stored = ", ".join(str(available) for available in record.ratios_available)
-        raise InvalidRequest(field, f"{ratio} is not stored; available are {stored}")
+        # Its cache may hold more, for a context that asked for more.
+        offered = ", ".join(str(available) for available in record.ratios_available)
+        raise InvalidRequest(field, f"{ratio} is not offered by this context; {offered} are")
 
 
 def _expired(context_id: str, expired_at: float | None) -> ContextExpired:

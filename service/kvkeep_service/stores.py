@@ -1,16 +1,18 @@
 """Everything that persists: opened from the settings, and handed down as one value."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import structlog
 
 from kvkeep_service.config import Settings
+from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.valkey_watch import kept_alive
 from kvkeep_storage.disk_tier import DiskTier
 from kvkeep_storage.embedded import EmbeddedStore
+from kvkeep_storage.errors import DataDirectoryLocked, Incompatible, Invalid, Unavailable
 from kvkeep_storage.faults import Faults
 from kvkeep_storage.jobs import Jobs
 from kvkeep_storage.leases import Leases
@@ -48,40 +50,65 @@ class Stores:
 async def open_stores(settings: Settings) -> AsyncIterator[Stores]:
     """Open Redis and the object store, the embedded ones where no other is configured.
 
-    Either is tried before this returns. Raises: DataDirectoryLocked, MetadataUnavailable,
-    ObjectsUnavailable.
+    Each is tried before this returns. What makes no directory comes first, so that a start which
+    is refused leaves none.
+    Raises: SettingsInvalid, naming the setting of what cannot be used; MetadataUnavailable, when
+    a Valkey that was started ends again.
     """
-    embedded: EmbeddedStore | None = None
-    redis_url, store_url = settings.redis_url, settings.store
-    if redis_url is None or store_url is None:
+    async with AsyncExitStack() as opened:
         embedded = EmbeddedStore(settings.data)
+        metadata: Metadata | None = None
+        objects: Objects | None = None
+        if settings.redis_url is not None:
+            with _named_by("KVKEEP_REDIS_URL"):
+                metadata = await Metadata.connect(settings.redis_url)
+            opened.push_async_callback(metadata.close)
+        if settings.store is not None:
+            with _named_by("KVKEEP_STORE"):
+                objects = await open_objects(settings.store, settings.faults)
+        if metadata is None:
+            opened.push_async_callback(asyncio.to_thread, embedded.stop)
+            with _named_by(_data_directory(settings)):
+                await _started(embedded)
+            metadata = await Metadata.connect(embedded.redis_url)
+            opened.push_async_callback(metadata.close)
+        if objects is None:
+            with _named_by(_data_directory(settings)):
+                objects = await open_objects(embedded.objects_url, settings.faults)
+        if settings.redis_url is None:
+            await opened.enter_async_context(kept_alive(embedded))
+        disk = await opened.enter_async_context(_disk_tier(settings, objects))
+        stores = Stores(metadata, objects, Leases(metadata), Jobs(metadata), settings.quotas, disk)
+        if settings.redis_url is None:
+            # The directory is ours alone: whoever held these is dead.
+            await stores.leases.void_all()
+            await stores.jobs.void_owners()
+        yield stores
+
+
+@contextmanager
+def _named_by(setting: str) -> Iterator[None]:
+    """Say which setting names what cannot be used. Raises: SettingsInvalid."""
     try:
-        if redis_url is None and embedded is not None:
-            await _started(embedded)
-            redis_url = embedded.redis_url
-        elif embedded is not None:
-            (settings.data / "objects").mkdir(mode=0o700, parents=True, exist_ok=True)
-        if store_url is None and embedded is not None:
-            store_url = embedded.objects_url
-        assert redis_url is not None
-        assert store_url is not None
-        metadata = await Metadata.connect(redis_url)
-        try:
-            objects = await open_objects(store_url, settings.faults)
-            async with kept_alive(embedded), _disk_tier(settings, objects) as disk:
-                stores = Stores(
-                    metadata, objects, Leases(metadata), Jobs(metadata), settings.quotas, disk
-                )
-                if settings.redis_url is None:
-                    # The directory is ours alone: whoever held these is dead.
-                    await stores.leases.void_all()
-                    await stores.jobs.void_owners()
-                yield stores
-        finally:
-            await metadata.close()
-    finally:
-        if embedded is not None:
-            await asyncio.to_thread(embedded.stop)
+        yield
+    except (Invalid, DataDirectoryLocked) as error:
+        raise SettingsInvalid([f"{setting}: {error.reason}"]) from error
+    except (Unavailable, Incompatible) as error:
+        raise SettingsInvalid([f"{setting}: {error}"]) from error
+
+
+def _data_directory(settings: Settings) -> str:
+    """Make the data directory, for this user alone, and return what messages call it.
+
+    Raises: SettingsInvalid.
+    """
+    setting = f"KVKEEP_DATA = {str(settings.data)!r}"
+    try:
+        settings.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{setting}: cannot be made as a directory: {error.strerror}"
+        raise SettingsInvalid([problem]) from error
+    return setting
 
 
 async def _started(embedded: EmbeddedStore) -> None:
@@ -95,12 +122,15 @@ async def _started(embedded: EmbeddedStore) -> None:
 
 @asynccontextmanager
 async def _disk_tier(settings: Settings, objects: Objects) -> AsyncIterator[DiskTier | None]:
-    """None in front of a local store, which is as near. Raises: Invalid, for its directory."""
+    """None in front of a local store, which is as near. Raises: SettingsInvalid."""
     if not objects.is_remote or not settings.disk_cache_bytes:
         yield None
         return
-    folder = settings.disk_cache or settings.data / "disk-cache"
-    disk = await asyncio.to_thread(DiskTier.open, objects, folder, settings.disk_cache_bytes)
+    folder, setting = settings.disk_cache, f"KVKEEP_DISK_CACHE = {str(settings.disk_cache)!r}"
+    if folder is None:
+        folder, setting = settings.data / "disk-cache", _data_directory(settings)
+    with _named_by(setting):
+        disk = await asyncio.to_thread(DiskTier.open, objects, folder, settings.disk_cache_bytes)
     try:
         yield disk
     finally:

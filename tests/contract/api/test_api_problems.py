@@ -73,7 +73,26 @@ def test_nul_and_every_plane_of_unicode_are_text(api: ApiServer) -> None:
 @pytest.mark.parametrize("document", ["", " \n\t", "\u2003"])
 def test_an_empty_document_is_refused(api: ApiServer, document: str) -> None:
     response = api.client.post("/contexts", json={"document": document})
-    assert (response.status_code, problem(response)["code"]) == (422, "empty_document")
+    body = problem(response)
+    assert (response.status_code, body["code"]) == (422, "empty_document")
+    assert body["field"] == "document"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [("limit=0", "limit: must be from 1 to 100"), ("limit=101", "limit: must be from 1 to 100")],
+)
+def test_a_parameter_out_of_bounds_is_told_both_of_them(
+    api: ApiServer, asked: str, told: str
+) -> None:
+    response = api.client.get(f"/contexts?{asked}")
+    assert (response.status_code, problem(response)["detail"]) == (422, told)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "300.5"])
+def test_a_wait_out_of_bounds_is_told_both_of_them(api: ApiServer, seconds: str) -> None:
+    response = api.client.post(f"/contexts?wait={seconds}", json={"document": "words"})
+    assert problem(response)["detail"] == "wait: must be from 0 to 300"
 
 
 # --- bodies that are none ----------------------------------------------------------------------

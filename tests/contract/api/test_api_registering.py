@@ -129,18 +129,15 @@ def test_the_served_model_may_be_named_and_no_other(api: ApiServer) -> None:
     assert api.create(model="scripted")["model"] == "scripted"
     response = api.client.post("/contexts", json={"document": "x", "model": "gpt-x"})
     body = problem(response)
-    assert (response.status_code, body["code"], body["served"]) == (
-        404,
-        "model_not_found",
-        "scripted",
-    )
+    assert (response.status_code, body["code"]) == (404, "model_not_found")
+    assert (body["field"], body["served"]) == ("model", "scripted")
 
 
 def test_a_document_over_the_model_is_refused_with_both_numbers(api: ApiServer) -> None:
     response = api.client.post("/contexts", json={"document": "word " * 1001})
     body = problem(response)
     assert (response.status_code, body["code"]) == (413, "document_too_long")
-    assert (body["tokens"], body["max_tokens"]) == (1001, 1000)
+    assert (body["field"], body["tokens"], body["max_tokens"]) == ("document", 1001, 1000)
 
 
 def test_a_refused_document_leaves_nothing(api: ApiServer) -> None:

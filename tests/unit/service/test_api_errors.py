@@ -74,6 +74,7 @@ def test_a_problem_has_the_members_of_the_contract() -> None:
         "instance": "/contexts",
         "code": "document_too_long",
         "request_id": "req_1",
+        "field": "document",
         "tokens": 9000,
         "max_tokens": 7936,
     }

@@ -98,7 +98,7 @@ async def test_a_query_is_admitted_at_a_stored_ratio_and_counted(
     record = await registry.context("default", context_id)
     assert record.queries == 2
     assert record.last_used_at is not None
-    with pytest.raises(InvalidRequest, match=r"0\.3 is not stored"):
+    with pytest.raises(InvalidRequest, match=r"0\.3 is not offered by this context; "):
         await registry.open_query("default", context_id, 0.3)
 
 

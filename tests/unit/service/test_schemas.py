@@ -24,16 +24,12 @@ def create(**fields: Any) -> ContextCreate:
     return ContextCreate.model_validate({"document": "some text", **fields})
 
 
-UNSUPPORTED_COMPRESSION = [
-    ("policy", "kvpop"),
-]
-
-
-@pytest.mark.parametrize(("field", "value"), UNSUPPORTED_COMPRESSION)
-def test_what_this_version_cannot_compress_is_refused_by_name(field: str, value: object) -> None:
-    reasons = refused(ContextCreate, {"document": "x", "compression": {field: value}})
-    assert reasons.keys() == {f"compression.{field}"}
-    assert "not supported by this version" in reasons[f"compression.{field}"]
+def test_a_policy_of_the_contract_that_this_version_lacks_is_refused_with_those_it_has() -> None:
+    for policy in ("kvpop", "kvzap"):
+        reasons = refused(ContextCreate, {"document": "x", "compression": {"policy": policy}})
+        assert reasons.keys() == {"compression.policy"}
+        assert "kvpop" not in reasons["compression.policy"]
+        assert "'kvzip', 'kvzip_head', 'snapkv'" in reasons["compression.policy"]
 
 
 def test_a_conversation_as_document_is_refused_by_name() -> None:
@@ -112,23 +108,34 @@ def test_a_field_refused_inside_is_no_field_of_the_top() -> None:
     assert refused(ContextCreate, body) == {"documents.0.ratio": "there is no such field"}
 
 
+def test_a_refusal_says_in_json_what_to_send() -> None:
+    told = refused(ContextCreate, {"messages": []})["messages"]
+    assert told.endswith("leave it out or send null")
+
+
 @pytest.mark.parametrize(
-    ("model", "body", "field", "instead"),
+    ("model", "body", "field", "told"),
     [
-        (ContextCreate, {"messages": []}, "messages", "null"),
+        (Query, {"max_tokens": 0}, "max_tokens", "must be from 1 to 1000000"),
+        (Query, {"max_tokens": 2_000_000}, "max_tokens", "must be from 1 to 1000000"),
+        (Query, {"temperature": 3}, "temperature", "must be from 0 to 2"),
+        (Query, {"top_p": 0}, "top_p", "must be above 0 and at most 1"),
+        (Query, {"top_p": 2}, "top_p", "must be above 0 and at most 1"),
+        (Query, {"wait": 301}, "wait", "must be from 0 to 300"),
         (
             ContextCreate,
-            {"compression": {"policy": "kvpop"}},
-            "compression.policy",
-            '"kvzip" or "kvzip_head" or "snapkv" or "expected_attention" or "streaming" or'
-            ' "random" or "none"',
+            {"compression": {"neighbours": 5}},
+            "compression.neighbours",
+            "from 0 to 4",
         ),
+        (ContextCreate, {"compression": {"max_loss": -1}}, "compression.max_loss", "at least 0"),
+        (ContextCreate, {"protect": [{"start": -1, "end": 2}]}, "protect.0.start", "at least 0"),
     ],
 )
-def test_a_refusal_says_in_json_what_to_send(
-    model: type[BaseModel], body: dict[str, Any], field: str, instead: str
+def test_a_number_out_of_bounds_is_told_both_of_them(
+    model: type[BaseModel], body: dict[str, Any], field: str, told: str
 ) -> None:
-    assert refused(model, body)[field].endswith(f"leave it out or send {instead}")
+    assert refused(model, body)[field].endswith(told)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +227,14 @@ def test_a_document_comes_in_one_form(body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t\r\n", "\u2003\u00a0"])
 def test_white_space_is_no_document(text: str) -> None:
-    with pytest.raises(EmptyDocument):
+    with pytest.raises(EmptyDocument) as alone:
         ContextCreate.model_validate({"document": text}).document_spec()
-    with pytest.raises(EmptyDocument):
+    assert alone.value.facts == {"field": "document"}
+    with pytest.raises(EmptyDocument) as several:
         ContextCreate.model_validate(
             {"documents": [{"name": "named", "text": text}]}
         ).document_spec()
+    assert several.value.facts == {"field": "documents"}
 
 
 def test_nul_is_text() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep_service.api.starting import starting_application
 from kvkeep_service.config import Settings
-from kvkeep_service.listener import answering, open_listener
+from kvkeep_service.listener import answering, listening
 from kvkeep_service.start_errors import SettingsInvalid
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def listener(tmp_path: Path) -> AsyncIterator[socket.socket]:
-    with open_listener(Settings(data=tmp_path, host="127.0.0.1", port=0)) as opened:
+    with listening(Settings(data=tmp_path, host="127.0.0.1", port=0)) as (opened,):
         yield opened
 
 
@@ -31,21 +31,66 @@ async def test_a_second_server_is_refused_before_it_loads_anything(
     listener: socket.socket, tmp_path: Path
 ) -> None:
     port = listener.getsockname()[1]
-    with pytest.raises(SettingsInvalid, match=f"KVKEEP_PORT = {port}: Address already in use"):
-        open_listener(Settings(data=tmp_path, host="127.0.0.1", port=port))
+    said = f"KVKEEP_PORT = {port}: Address already in use"
+    with (
+        pytest.raises(SettingsInvalid, match=said),
+        listening(Settings(data=tmp_path, host="127.0.0.1", port=port)),
+    ):
+        pass
 
 
 async def test_a_port_is_free_again_at_once_after_its_server(tmp_path: Path) -> None:
-    first = open_listener(Settings(data=tmp_path, host="127.0.0.1", port=0))
-    port = first.getsockname()[1]
-    async with (
-        answering(first, starting_application(1000)),
-        # Closed by the server, so that its end of the connection lingers.
-        httpx2.AsyncClient(headers={"Connection": "close"}) as client,
+    with listening(Settings(data=tmp_path, host="127.0.0.1", port=0)) as (first,):
+        port = first.getsockname()[1]
+        async with (
+            answering([first], starting_application(1000)),
+            # Closed by the server, so that its end of the connection lingers.
+            httpx2.AsyncClient(headers={"Connection": "close"}) as client,
+        ):
+            await client.get(f"{url_of(first)}/health/live")
+    with listening(Settings(data=tmp_path, host="127.0.0.1", port=port)) as again:
+        assert len(again) == 1
+
+
+async def test_a_name_with_two_addresses_is_served_at_both_on_one_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        assert host == "localhost"
+        # This machine may have no IPv6: of such an address, nothing is made.
+        six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+        fours = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))
+            for address in ("127.0.0.2", "127.0.0.1")
+        ]
+        return [six, *fours]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", resolved)
+        opened = listening(Settings(data=tmp_path, host="localhost", port=0))
+        listeners = opened.__enter__()
+    try:
+        names = [listener.getsockname()[:2] for listener in listeners]
+        (port,) = {port for _, port in names}
+        assert names[:2] == [("127.0.0.1", port), ("127.0.0.2", port)]
+        async with (
+            answering(listeners, starting_application(1000)),
+            httpx2.AsyncClient() as client,
+        ):
+            for host, _ in names:
+                shown = f"[{host}]" if ":" in host else host
+                live = await client.get(f"http://{shown}:{port}/health/live")
+                assert live.status_code == 200
+    finally:
+        opened.__exit__(None, None, None)
+
+
+async def test_a_host_that_this_machine_does_not_have_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SettingsInvalid, match=r"KVKEEP_HOST = '192\.0\.2\.1', KVKEEP_PORT = 0: "),
+        listening(Settings(data=tmp_path, host="192.0.2.1", port=0, api_key="secret-1")),
     ):
-        await client.get(f"{url_of(first)}/health/live")
-    first.close()
-    open_listener(Settings(data=tmp_path, host="127.0.0.1", port=port)).close()
+        pass
 
 
 async def test_while_the_model_is_loaded_it_lives_and_is_not_ready(
@@ -53,7 +98,7 @@ async def test_while_the_model_is_loaded_it_lives_and_is_not_ready(
 ) -> None:
     app = starting_application(body_limit_bytes=1000)
     async with (
-        answering(listener, app),
+        answering([listener], app),
         httpx2.AsyncClient(base_url=url_of(listener)) as client,
     ):
         live = await client.get("/health/live")
@@ -74,13 +119,13 @@ async def test_who_connects_as_the_model_is_there_is_answered_by_what_comes_next
     listener: socket.socket,
 ) -> None:
     starting, big = starting_application(10**6), starting_application(10)
-    async with answering(listener, starting):
+    async with answering([listener], starting):
         pass
     # Nobody accepts now: the connection waits in the listener's line.
     async with httpx2.AsyncClient(base_url=url_of(listener)) as client:
         asking = asyncio.create_task(client.get("/health/live"))
         await asyncio.sleep(0)
-        async with answering(listener, big):
+        async with answering([listener], big):
             assert (await asking).status_code == 200
 
 
@@ -92,7 +137,7 @@ async def test_a_body_that_nobody_reads_does_not_cost_the_answer(
             yield b"x" * 65536
 
     async with (
-        answering(listener, starting_application(1000)),
+        answering([listener], starting_application(1000)),
         httpx2.AsyncClient(base_url=url_of(listener)) as client,
         aclosing(pieces()) as body,
     ):

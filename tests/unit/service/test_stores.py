@@ -1,6 +1,7 @@
 """How the server opens its object store: at once, or refused in one line with exit code 2."""
 
 import asyncio
+import stat
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,12 +10,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvkeep_service.config import Settings
+from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import open_stores
+from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.errors import ObjectsUnavailable
 
 from ...support.s3_servers import S3Server
 from ...support.server import Server, server_environment, start_command
 from ...support.servers import silence, unused_url
+from ...support.stores import entries_below
 
 if TYPE_CHECKING:
     from kvkeep_service.engine.model import LoadedModel
@@ -40,7 +44,7 @@ def _refusal(data: Path, url: str, *command: str) -> str:
 def test_field_32_a_server_whose_store_is_silent_or_away_is_refused_within_ten_seconds(
     tmp_path: Path,
 ) -> None:
-    where = "kvkeep-server: object store: s3://kvkeep/p at"
+    where = "kvkeep-server: KVKEEP_STORE: object store: s3://kvkeep/p at"
     with silence() as silent:
         line = _refusal(tmp_path / "data", S3Server("", silent).url("p"), "serve")
     assert line == f"{where} {silent}: no answer in 5 s"
@@ -99,3 +103,37 @@ async def test_a_failing_read_at_the_start_is_tried_again(
             running_application(settings, tiny, stores),
         ):
             assert await stores.metadata.store_id() is not None
+
+
+async def test_a_data_directory_is_its_owners_alone_whatever_is_kept_elsewhere(
+    tmp_path: Path,
+) -> None:
+    store = EmbeddedStore(tmp_path / "redis")
+    store.start()
+    try:
+        for number, settings in enumerate(({}, {"redis_url": store.redis_url})):
+            data = tmp_path / "new" / str(number)
+            async with open_stores(Settings(data=data, **settings)) as stores:
+                await stores.objects.put("x", b"1")
+            assert stat.S_IMODE(data.stat().st_mode) == 0o700
+        elsewhere = tmp_path / "unused"
+        both = Settings(
+            data=elsewhere, redis_url=store.redis_url, store=(tmp_path / "store").as_uri()
+        )
+        async with open_stores(both):
+            pass
+        assert not elsewhere.exists()
+    finally:
+        store.stop()
+
+
+async def test_a_redis_out_of_reach_leaves_no_directory_of_a_store(tmp_path: Path) -> None:
+    settings = Settings(
+        data=tmp_path / "data",
+        redis_url=f"unix://{tmp_path}/nothing.sock",
+        store=(tmp_path / "store").as_uri(),
+    )
+    with pytest.raises(SettingsInvalid, match="KVKEEP_REDIS_URL: "):
+        async with open_stores(settings):
+            pass
+    assert entries_below(tmp_path) == []

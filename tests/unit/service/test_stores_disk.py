@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvkeep_service.config import Settings
+from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import open_stores
-from kvkeep_storage.errors import Invalid
 
 from ...support.s3_servers import S3Server, fresh_prefix
 
@@ -49,7 +49,8 @@ async def test_a_disk_cache_that_cannot_be_a_directory_stops_the_start(
 ) -> None:
     (tmp_path / "file").touch()
     settings = Settings(data=tmp_path / "data", store=url, disk_cache=tmp_path / "file")
-    with pytest.raises(Invalid, match="disk cache"):
+    said = f"KVKEEP_DISK_CACHE = '{tmp_path / 'file'}': "
+    with pytest.raises(SettingsInvalid, match=said):
         async with open_stores(settings):
             pass
 

@@ -13,9 +13,10 @@ from kvkeep_service.engine.decode import (
     decode_step,
     prefill_question,
 )
-from kvkeep_service.engine.gguf import BUNDLED, bundled_gguf, converted_directory
+from kvkeep_service.engine.gguf import bundled_gguf, converted_directory
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.engine.passes import QuestionPass
+from kvkeep_service.model_reference import BUNDLED
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 from kvkeep_service.ports import Turn
 from kvkeep_service.start_errors import ModelUnavailable
