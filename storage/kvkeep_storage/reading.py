@@ -23,7 +23,7 @@ from kvkeep_storage.range_plan import RangeRead, Run, plan_ranges
 from kvkeep_storage.retries import retrying
 from kvkeep_storage.slab_layout import SlabLayout, read_layout
 from kvkeep_storage.sources import Source
-from kvkeep_storage.spare_memory import Room
+from kvkeep_storage.spare_memory import Room, cleared_ahead
 
 PARALLEL_READS = 8
 
@@ -58,7 +58,9 @@ class Reading:
             manifest.ratios[:bands],
             counts,
             manifest.protected_array(),
-            empty_layers(counts, manifest.row_bytes, manifest.quantization, room_for),
+            empty_layers(
+                counts, manifest.row_bytes, manifest.quantization, cleared_ahead(room_for)
+            ),
             manifest.quantization,
         )
         self._source = source

@@ -1,5 +1,6 @@
-"""Memory that was given back is used again, by one owner at a time."""
+"""Memory is used again by one owner at a time, and cleared ahead of those who fill it."""
 
+import resource
 import threading
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvkeep_storage.artifact import RowBytes
-from kvkeep_storage.spare_memory import SpareMemory
+from kvkeep_storage.spare_memory import SpareMemory, cleared_ahead, new_room
 
 SIZE = 5 * 1024 * 1024 + 7
 
@@ -110,3 +111,43 @@ def test_two_threads_never_get_the_same_memory() -> None:
     for thread in threads:
         thread.join()
     assert shared == []
+
+
+def _wait_until_cleared() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvkeep-clear":
+            thread.join()
+
+
+def test_memory_that_was_cleared_ahead_is_there_when_it_is_written() -> None:
+    room = cleared_ahead(SpareMemory().room)(64 * 1024 * 1024 + 7)
+    _wait_until_cleared()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    room[::4096] = 1
+    room[-1] = 1
+    # At least one for each of 32 large pages, had they still to be given.
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 8
+
+
+def test_what_is_written_while_memory_is_cleared_ahead_stays() -> None:
+    room = cleared_ahead(new_room)(64 * 1024 * 1024 + 7)
+    # From the end on, so that the two meet.
+    room[::-1] = np.arange(room.nbytes, dtype=np.uint32).astype(np.uint8)
+    _wait_until_cleared()
+    assert (room[::-1] == np.arange(room.nbytes, dtype=np.uint32).astype(np.uint8)).all()
+
+
+def test_clearing_ahead_keeps_no_memory_from_the_next_owner() -> None:
+    memory = SpareMemory()
+    room = cleared_ahead(memory.room)(64 * 1024 * 1024)
+    address = room.ctypes.data
+    del room
+    _wait_until_cleared()
+    assert memory.room(64 * 1024 * 1024).ctypes.data == address
+
+
+def test_small_memory_is_not_worth_a_thread() -> None:
+    before = threading.active_count()
+    room = cleared_ahead(new_room)(2 * 1024 * 1024 - 1)
+    assert threading.active_count() == before
+    assert room.nbytes == 2 * 1024 * 1024 - 1
