@@ -61,13 +61,14 @@ def main() -> None:
     for number in range(asked.documents):
         if number in known:
             continue
-        ids = texts[number % len(texts)]
+        place = number % len(texts)
+        ids = texts[place]
         first = random.Random(number).randrange(max(1, len(ids) - asked.tokens))
         body = ids[first : first + asked.tokens]
         protected = torch.zeros(len(body), dtype=torch.bool)
         prefix = template.prefix_ids(template.frame().prefix)
         document = DocumentTokens(prefix, body, protected)
-        line = {"run": settings, "document": number}
+        line = {"run": settings, "document": number, "text": asked.texts[place].name}
         line |= judged(model, document, prompts, asked.max_loss)
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
