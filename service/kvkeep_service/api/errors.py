@@ -4,6 +4,7 @@ The codes are the contract; clients branch on them, not on titles.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvkeep_service.api.refusals import Unauthenticated
+from kvkeep_service.api.strict import DEPTH_MAX
 from kvkeep_service.errors import (
     IdempotencyInFlight,
     InvalidEncoding,
@@ -265,9 +267,11 @@ def _http_failure(error: HTTPException) -> Failure:
         case UnicodeDecodeError() as cause:
             return failure_of(InvalidEncoding("body", f"byte {cause.start} is not UTF-8"))
         case RecursionError():
-            return failure_of(InvalidRequest("body", "is nested too deeply"))
+            return failure_of(InvalidRequest("body", f"is nested more than {DEPTH_MAX} deep"))
         case ValueError():
-            return failure_of(InvalidRequest("body", "has a number of too many digits"))
+            digits = sys.get_int_max_str_digits()
+            reason = f"has a number of more than {digits} digits"
+            return failure_of(InvalidRequest("body", reason))
     code = _BY_STATUS.get(error.status_code, "internal")
     return Failure(code, CATALOGUE[code].title, {}, headers=error.headers)
 

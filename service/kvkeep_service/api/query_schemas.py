@@ -6,9 +6,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field
 
-from kvkeep_service.api.strict import WAIT_SECONDS_MAX, Body, Strict
+from kvkeep_service.api.strict import WAIT_SECONDS_MAX, Body, FreeJson, Strict
 from kvkeep_service.bounds import Bounds
 from kvkeep_service.budget import check_ratio
 from kvkeep_service.errors import InvalidRequest
@@ -96,7 +96,7 @@ class Query(Body):
     """With logprobs: how many of the likeliest tokens to tell in the place of each, 0 to 20."""
     return_token_ids: bool = False
     """Whether the answer carries prompt_token_ids and token_ids."""
-    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict, max_length=16)
+    chat_template_kwargs: dict[str, FreeJson] = Field(default_factory=dict, max_length=16)
     """At most 16 arguments of the chat template; they may not change what precedes the question."""
     stream: bool = False
     """Whether the answer comes as server-sent events while it is written."""

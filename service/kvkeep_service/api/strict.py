@@ -4,13 +4,16 @@ The line below a field is its description in ``/openapi.json``.
 """
 
 import json
+import math
 from collections.abc import Mapping
-from typing import ClassVar, Final, Self, TypeVar
+from typing import Annotated, ClassVar, Final, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    JsonValue,
     ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
@@ -26,6 +29,8 @@ WAIT_SECONDS_MAX: Final = 300
 
 # More than any document of many parts and spans needs; each value costs time on the event loop.
 _VALUES_MAX: Final = 50_000
+DEPTH_MAX: Final = 100
+"""How deep a field may be nested; what reads it further on goes into it level by level."""
 _REFUSALS_MAX: Final = 20
 
 # Pydantic speaks Python here; whoever sends JSON need not.
@@ -108,28 +113,53 @@ def check_values(body: object) -> None:
     r"""Refuse lone surrogates (``\ud800``) anywhere in parsed JSON, names of fields included.
 
     Python keeps them in a string, and UTF-8 cannot: they would break the first write.
-    Raises: InvalidEncoding, naming the field; InvalidRequest for more than 50,000 values.
+    Raises: InvalidEncoding, naming the field; InvalidRequest for more than 50,000 values, and
+        for a field that is nested more than 100 deep.
     """
-    waiting: list[tuple[str, object]] = [("", body)]
+    waiting: list[tuple[str, object, int]] = [("", body, 0)]
     num_values = 0
     while waiting:
         num_values += 1
         if num_values + len(waiting) > _VALUES_MAX:
             raise InvalidRequest("body", f"has more than {_VALUES_MAX} values")
-        path, value = waiting.pop()
+        path, value, depth = waiting.pop()
         match value:
             case str():
                 if not _is_text(value):
                     raise InvalidEncoding(path or "body", "a lone surrogate is not text")
+            case list() | dict() if depth > DEPTH_MAX:
+                # Its whole path would be as long as it is deep.
+                field = path.partition(".")[0]
+                raise InvalidRequest(field, f"is nested more than {DEPTH_MAX} deep")
             case list() | dict() if len(value) > _VALUES_MAX:
                 raise InvalidRequest(path or "body", f"has more than {_VALUES_MAX} values")
             case list():
-                waiting += [(f"{path}.{index}", item) for index, item in enumerate(value)]
+                waiting += [
+                    (f"{path}.{index}", item, depth + 1) for index, item in enumerate(value)
+                ]
             case dict():
                 for key, item in value.items():
                     if not _is_text(key):
                         raise InvalidEncoding(path or "body", "the name of a field is not text")
-                    waiting.append((f"{path}.{key}".lstrip("."), item))
+                    waiting.append((f"{path}.{key}".lstrip("."), item, depth + 1))
+
+
+def _check_finite(value: object) -> object:
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case float() as number if not math.isfinite(number):
+                raise PydanticCustomError("finite_number", "must hold finite numbers only")
+            case list() as items:
+                waiting += items
+            case dict() as fields:
+                waiting += fields.values()
+    return value
+
+
+# Not left to ``allow_inf_nan``: pydantic forgets it for free JSON where a model is part of
+# something else, as FastAPI makes it.
+FreeJson = Annotated[JsonValue, BeforeValidator(_check_finite)]
 
 
 def _is_text(value: str) -> bool:

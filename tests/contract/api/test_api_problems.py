@@ -145,6 +145,31 @@ def test_a_body_that_stops_being_json_is_told_where(
     assert "secret" not in json.dumps(refused)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"[" * 100_000, "body: is nested more than 100 deep"),
+        (b'{"wait": ' + b"9" * 5000 + b"}", "body: has a number of more than 4300 digits"),
+    ],
+    ids=["too deep", "too many digits"],
+)
+def test_a_body_beyond_what_is_parsed_is_told_the_limit(
+    api: ApiServer, content: bytes, told: str
+) -> None:
+    assert problem(post(api, content))["detail"] == told
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e400"])
+@pytest.mark.parametrize("around", [(b"", b""), (b'{"b": [', b"]}")], ids=["bare", "nested"])
+def test_no_number_of_a_question_is_nan_or_infinite(
+    api: ApiServer, number: bytes, around: tuple[bytes, bytes]
+) -> None:
+    value = number.join(around)
+    content = b'{"question": "x", "chat_template_kwargs": {"a": ' + value + b"}}"
+    refused = problem(post(api, content, f"/contexts/{UNKNOWN}/query"))
+    assert refused["detail"] == "chat_template_kwargs.a: must hold finite numbers only"
+
+
 def test_every_refused_field_is_named_with_its_path(api: ApiServer) -> None:
     body = {
         "document": "x",

@@ -353,12 +353,24 @@ def test_a_surrogate_pair_is_a_character() -> None:
     assert create(**json.loads('{"document": "\\ud83d\\ude42"}')).document == "🙂"
 
 
-def test_free_json_is_looked_through_to_any_depth() -> None:
-    deep: object = "\ud800"
-    for _ in range(5000):
-        deep = [deep]
+def nested(value: object, depth: int) -> dict[str, object]:
+    """The value in as many arrays and objects as ``depth`` says, those of the field."""
+    for _ in range(depth - 1):
+        value = [value]
+    return {"chat_template_kwargs": {"a": value}}
+
+
+def test_free_json_is_looked_through_as_deep_as_it_may_be() -> None:
+    check_values(nested("text", 100))
     with pytest.raises(InvalidEncoding):
-        check_values({"chat_template_kwargs": {"a": deep}})
+        check_values(nested("\ud800", 100))
+
+
+@pytest.mark.parametrize("depth", [101, 5000])
+def test_what_is_nested_too_deeply_is_refused_by_field_and_limit(depth: int) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Query.model_validate({"question": "x", **nested("text", depth)})
+    assert refusal.value.detail == "chat_template_kwargs: is nested more than 100 deep"
 
 
 @pytest.mark.parametrize(
