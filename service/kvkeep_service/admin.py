@@ -15,6 +15,7 @@ from kvkeep_service.config import Settings
 from kvkeep_service.start_errors import SettingsInvalid
 from kvkeep_service.stores import Stores, open_stores
 from kvkeep_storage.accounts import Account, accounts
+from kvkeep_storage.half_deleted import end_deletion, half_deleted
 from kvkeep_storage.lone_documents import delete_lone_document, lone_documents
 from kvkeep_storage.quotas import Quotas
 from kvkeep_storage.reindex import reindex as restore
@@ -108,10 +109,10 @@ def gc(
         bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
     ] = False,
 ) -> None:
-    """Sweep now, and remove documents that a crash left without a record.
+    """Sweep now, and remove what a crash has left of a registration or a deletion.
 
-    Only what is older than KVKEEP_SWEEP_GRACE_SECONDS goes. A dry run does not look at
-    temporary files.
+    Only files older than KVKEEP_SWEEP_GRACE_SECONDS go. A dry run does not look at temporary
+    files.
     """
     settings = _settings_from(data, redis_url, store)
 
@@ -138,12 +139,17 @@ async def _collect(stores: Stores, settings: Settings, *, is_dry: bool) -> None:
         if is_dry or await delete_lone_document(stores.objects, stores.metadata, item.key):
             removed.append(item)
             typer.echo(f"lone document: {item.key.tenant}/{item.key.context_id}")
+    ended = 0
+    for key in await half_deleted(stores.objects, stores.metadata):
+        if is_dry or await end_deletion(stores.objects, stores.metadata, key):
+            ended += 1
+            typer.echo(f"half deleted: {key.tenant}/{key.context_id}")
     freed_bytes = report.freed_bytes + sum(item.size_bytes for item in removed)
     typer.echo(
         f"{'would go' if is_dry else 'removed'}: {report.expired} expired contexts,"
         f" {report.orphan_generations} orphan generations, {report.temp_files} temporary files,"
-        f" {report.evicted} caches over the cap, {len(removed)} lone documents;"
-        f" {_size(freed_bytes)}"
+        f" {report.evicted} caches over the cap, {len(removed)} lone documents,"
+        f" {ended} half-deleted contexts; {_size(freed_bytes)}"
     )
     if report.failed:
         typer.echo(f"{report.failed} left to a later run: the store failed at them", err=True)

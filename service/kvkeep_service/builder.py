@@ -26,7 +26,7 @@ from kvkeep_service.heartbeat import ContextDeleted, Heartbeat
 from kvkeep_service.job_turns import JobTurns
 from kvkeep_service.known_ratio import ratio_by
 from kvkeep_service.plan import BuildPlan, Planner, candidates, ratios_to_build
-from kvkeep_service.promises import BuildFailed, Postponed, Promises
+from kvkeep_service.promises import BuildFailed, DeletionBegun, Postponed, Promises
 from kvkeep_service.reservations import BuildTooLarge
 from kvkeep_service.residency import Residency
 from kvkeep_service.rows import to_store
@@ -54,6 +54,7 @@ _log = structlog.get_logger(__name__)
 _RETRY_SECONDS = 1.0
 _GIVEN_UP = f"given up after {MAX_ATTEMPTS} attempts"
 _REFUSED = f"for {REFUSED_SECONDS / 60:.0f} minutes no running server could build it"
+_HALF_GONE = "its deletion was begun and never ended: delete it again"
 _VERSIONS = ("kvkeep", "torch", "transformers", "safetensors")
 
 
@@ -122,6 +123,13 @@ class Builder:
                 await jobs.retry_later(job, counted=False)
                 return
             await self._fail(job, error.code, f"{_REFUSED}; {error.detail}")
+        except DeletionBegun:
+            if job.attempts < MAX_ATTEMPTS:
+                await jobs.retry_later(job)
+                return
+            # Whoever deleted it has died. Without a mirror: that would make a loss of it.
+            metadata = self._stores.metadata
+            await metadata.fail_context(job.tenant, job.context_id, "document_corrupt", _HALF_GONE)
         except (ContextDeleted, Unreferenced):
             _log.info("build_unwanted", context=job.context_id)
         except asyncio.CancelledError:

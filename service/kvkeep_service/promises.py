@@ -14,8 +14,7 @@ from kvkeep_service.heartbeat import ContextDeleted
 from kvkeep_service.mismatch import mismatch
 from kvkeep_service.plan import BuildPlan, Planner
 from kvkeep_service.stores import Stores
-from kvkeep_storage.binding import require_bound
-from kvkeep_storage.documents import DocumentBody, get_document
+from kvkeep_storage.documents import DocumentBody, get_document, missing_document
 from kvkeep_storage.errors import Corrupt, Incompatible, NotFound, Unavailable
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.records import ContextRecord
@@ -34,6 +33,10 @@ class BuildFailed(Exception):
 
 class Postponed(Exception):
     """The build cannot be tried now. That is nobody's fault, and no attempt."""
+
+
+class DeletionBegun(Exception):
+    """The document is deleted and the record is not: in a moment, or for ever after a crash."""
 
 
 class Promises:
@@ -62,7 +65,8 @@ class Promises:
         """Read the document again; its fingerprint must be the one that was promised.
 
         Raises: BuildMismatch, when it is another one here; BuildFailed; Postponed;
-            ContextDeleted; StoreMismatch, MetadataUnavailable, ObjectsUnavailable.
+            ContextDeleted, DeletionBegun; StoreMismatch, MetadataUnavailable,
+            ObjectsUnavailable.
         """
         body = await self._document(record)
         try:
@@ -83,9 +87,9 @@ class Promises:
         return why
 
     async def _document(self, record: ContextRecord) -> DocumentBody:
-        stores = self._stores
+        stores, key = self._stores, DocumentKey(record.tenant, record.id)
         try:
-            return await get_document(stores.objects, DocumentKey(record.tenant, record.id))
+            return await get_document(stores.objects, key)
         except Unavailable as error:
             # Nothing was tried yet: an outage must not use up the attempts of all that wait.
             _log.warning("build_postponed", context=record.id, code=error.code)
@@ -93,8 +97,9 @@ class Promises:
         except NotFound as error:
             if await stores.metadata.context(record.tenant, record.id) is None:
                 raise ContextDeleted from error
-            # A lost or wrongly mounted data directory is trouble, not proof.
-            await require_bound(stores.objects, stores.metadata)
+            missing = await missing_document(stores.objects, stores.metadata, key)
+            if isinstance(missing, NotFound):
+                raise DeletionBegun from error
             raise BuildFailed("document_corrupt", "the stored document is missing") from error
         except Corrupt as error:
             raise BuildFailed("document_corrupt", "the stored document is damaged") from error

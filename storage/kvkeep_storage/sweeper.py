@@ -141,15 +141,16 @@ class Sweeper:
             if not await self._has_expired(tenant, context_id, before):
                 continue
             with failures.left_for_later():
-                await delete_document(self._objects, DocumentKey(tenant, context_id))
+                key = DocumentKey(tenant, context_id)
+                await delete_document(self._objects, key)
                 released = await self._metadata.delete_context(tenant, context_id)
-                if released.cache_id is None:
-                    deleted.append(None)
-                    continue
-                deleted.append((tenant, released.cache_id))
-                if released.generation is not None:
-                    key = GenerationKey(tenant, released.cache_id, released.generation)
-                    await release_generation(self._objects, self._metadata, self._leases, key)
+                lost = None if released.cache_id is None else (tenant, released.cache_id)
+                deleted.append(lost)
+                # Somebody may have mirrored the record between the two.
+                await self._objects.delete(key.mirror)
+                if lost is not None and released.generation is not None:
+                    last = GenerationKey(*lost, released.generation)
+                    await release_generation(self._objects, self._metadata, self._leases, last)
         return deleted
 
     async def _has_expired(self, tenant: str, context_id: str, before: float) -> bool:

@@ -188,7 +188,9 @@ class _Look:
 
     @property
     def may_mirror(self) -> bool:
-        return self.mirror is not None and self.record is None and not self.is_newer
+        """Whether to write the mirror; beside no document, it would make a loss of a deletion."""
+        has_record, has_document = self.record is None, self.document != _MISSING
+        return self.mirror is not None and has_record and has_document and not self.is_newer
 
     @property
     def has_problem(self) -> bool:

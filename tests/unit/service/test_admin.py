@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from kvkeep_service import cli, command_line
 from kvkeep_service.config import Settings
 from kvkeep_storage.binding import bind_if_new
-from kvkeep_storage.documents import put_document
+from kvkeep_storage.documents import delete_document, put_document
 from kvkeep_storage.embedded import EmbeddedStore
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.leases import Leases
@@ -145,6 +145,8 @@ def test_gc_removes_leftovers_and_says_what(deployed: Deployed) -> None:
         await put_document(stores.objects, DocumentKey(TENANT, "ctx_lone"), a_document())
         await stores.register(FACTS, "ctx_02", expires_at=1_790_000_001.0)
         await stores.build(ROWS, FACTS)
+        half = await stores.register(facts_for(ROWS, tenant_salt="another"), "ctx_half")
+        await delete_document(stores.objects, half)
 
     deployed.within(leave)
     deployed.age()
@@ -155,8 +157,9 @@ def test_gc_removes_leftovers_and_says_what(deployed: Deployed) -> None:
     assert (dry.exit_code, result.exit_code) == (0, 0)
     assert dry.stdout == result.stdout.replace("removed", "would go")
     assert result.stdout.startswith(
-        f"lone document: {TENANT}/ctx_lone\nremoved: 1 expired contexts, 1 orphan generations,"
-        " 0 temporary files, 0 caches over the cap, 1 lone documents; "
+        f"lone document: {TENANT}/ctx_lone\nhalf deleted: {TENANT}/ctx_half\n"
+        "removed: 1 expired contexts, 1 orphan generations, 0 temporary files,"
+        " 0 caches over the cap, 1 lone documents, 1 half-deleted contexts; "
     )
     assert not any("ctx_lone" in name or "ctx_02" in name for name in files_below(deployed.root))
     assert deployed.admin("verify").exit_code == 0

@@ -10,7 +10,7 @@ import pytest
 
 from kvkeep_service.ports import Span
 from kvkeep_service.stores import Stores
-from kvkeep_storage.documents import get_mirror
+from kvkeep_storage.documents import delete_document, get_mirror
 from kvkeep_storage.errors import Full, MetadataUnavailable, ObjectsUnavailable
 from kvkeep_storage.jobs import MAX_ATTEMPTS, Job
 from kvkeep_storage.keys import DocumentKey
@@ -69,6 +69,34 @@ async def test_a_damaged_document_fails_the_context(
     bench.builder.start()
     assert (await bench.jobs.next_end()).how == "settled"
     await _assert_failed(bench, record, "document_corrupt")
+
+
+async def test_a_build_that_meets_a_deletion_half_way_fails_nothing(bench: Workbench) -> None:
+    record = await bench.register()
+    key = DocumentKey(TENANT, record.id)
+    await delete_document(bench.stores.objects, key)
+    bench.builder.start()
+    assert await bench.jobs.next_end() == End("given back", record.id, 1)
+    assert (await bench.record(record.id)).status == "queued"
+    # The rest of the deletion.
+    await bench.registry.delete(TENANT, record.id)
+    await bench.until_settled()
+    assert bench.builder.counter.counts.ended == {}
+
+
+async def test_a_deletion_that_died_half_way_keeps_nobody_waiting_and_is_still_one(
+    bench: Workbench, tmp_path: Path
+) -> None:
+    record = await bench.register()
+    await delete_document(bench.stores.objects, DocumentKey(TENANT, record.id))
+    bench.builder.start()
+    ends = [(await bench.jobs.next_end()).how for _ in range(MAX_ATTEMPTS)]
+    assert ends == ["given back"] * (MAX_ATTEMPTS - 1) + ["settled"]
+    failed = await bench.record(record.id)
+    assert (failed.status, failed.error_code) == ("failed", "document_corrupt")
+    assert failed.error_detail == "its deletion was begun and never ended: delete it again"
+    # A mirror would make a loss of it.
+    assert files_below(tmp_path, "documents") == []
 
 
 async def test_documents_missing_from_a_store_of_others_are_waited_for(

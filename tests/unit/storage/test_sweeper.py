@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from kvkeep_storage.documents import mirror_context
 from kvkeep_storage.errors import Invalid, NotFound, ObjectsUnavailable, StoreMismatch
 from kvkeep_storage.generations import release_generation
 from kvkeep_storage.keys import GenerationKey
@@ -138,6 +139,24 @@ async def test_an_expired_context_goes_with_its_document_and_its_last_cache(
     assert entries_below(stores.root) == ["store.json"]
     with pytest.raises(NotFound):
         await stores.load(FACTS)
+
+
+async def test_a_mirror_that_is_written_beside_the_sweep_goes_with_its_context(
+    stores: Stores,
+) -> None:
+    key = await stores.register(FACTS, expires_at=1_790_000_001.0)
+
+    class Mirroring(Objects):
+        """A verify or a commit mirrors the record, which is still there, in mid-deletion."""
+
+        async def delete(self, name: str) -> None:
+            await super().delete(name)
+            if name == key.body:
+                await mirror_context(self, stores.metadata, key)
+
+    stores.objects = Mirroring.open(f"file://{stores.root}")
+    assert (await _sweep(stores)).expired == 1
+    assert entries_below(stores.root) == ["store.json"]
 
 
 class _Stubborn(Objects):

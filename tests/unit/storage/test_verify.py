@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from kvkeep_storage.errors import StoreMismatch
+from kvkeep_storage.documents import delete_document, missing_document
+from kvkeep_storage.errors import NotFound, StoreMismatch
 from kvkeep_storage.jobs import Jobs
+from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.redis_keys import TenantKeys
 from kvkeep_storage.reindex import reindex
@@ -152,6 +154,17 @@ async def test_a_mirror_is_written_again_from_its_record(
     assert before is not None
     assert after is not None
     assert after.name == before.name
+
+
+async def test_a_half_deleted_context_gets_no_mirror_that_would_make_a_loss_of_it(
+    stores: Stores,
+) -> None:
+    await _healthy(stores)
+    key = DocumentKey(TENANT, "ctx_01")
+    await delete_document(stores.objects, key)
+    assert await _problems(stores, repairs=True) == [("document", False), ("mirror", False)]
+    missing = await missing_document(stores.objects, stores.metadata, key)
+    assert isinstance(missing, NotFound)
 
 
 async def test_a_context_without_a_record_is_told(stores: Stores, redis: Redis) -> None:
