@@ -11,6 +11,7 @@ import typer
 from kvkeep_service.admin import admin
 from kvkeep_service.command_line import Data, RedisUrl, Store, refused, run, settings_from
 from kvkeep_service.errors import ServiceError
+from kvkeep_service.model_reference import check_model_reference
 from kvkeep_service.start_errors import StartRefused
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -46,7 +47,7 @@ def kvkeep_server(
 
 
 Model = Annotated[str | None, typer.Option(help="Hub id, directory, GGUF or bundled.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")]
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="Jinja file used instead of the model's template.")
@@ -128,7 +129,8 @@ def calibrate(
     settings = settings_from(flags)
     try:
         texts = [path.read_text(encoding="utf-8") for path in files]
-    except (OSError, UnicodeDecodeError) as error:
+        check_model_reference(settings.model)
+    except (OSError, UnicodeDecodeError, StartRefused) as error:
         raise refused(error) from error
     # Imported here: torch takes seconds, and what is wrong should be told at once.
     from kvkeep_service.app import load_configured_model

@@ -50,7 +50,9 @@ def read_head_scores(settings: Settings, model: ModelInfo, shape: ModelShape) ->
 def write_head_scores(path: Path, content: bytes) -> None:
     """Write a file durably, over an older one. Raises: SettingsInvalid, when it cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        # The upper one may be the data directory, which is its user's alone.
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace(path, content, root=path.parent)
     except OSError as error:
         raise _refused(path, f"cannot be written: {error.strerror}") from error

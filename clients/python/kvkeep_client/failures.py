@@ -50,6 +50,8 @@ def _advice(error: KVKeepError) -> list[str]:
             lines.append(f"{called('kvkeep')} ls shows what there is.")
         case APIError(status=401):
             lines.append("Give the key with --api-key or KVKEEP_API_KEY.")
+        case APIError(status=503):
+            lines.append("Try again in a moment; the server is there, and its log says more.")
         case APIError(request_id=str() as request_id) if (error.status or 0) >= 500:
             lines.append(f"The server's log has it under request {request_id}.")
     match error:

@@ -12,7 +12,7 @@ def summary(info: ContextInfo) -> str:
         return f"{info.status}: {info.tokens.total:,} tokens to read"
     full = _bytes(info.compression.full_bytes)
     return (
-        f"ready: {info.tokens.total:,} tokens, {_kept(info)} kept; {_size(info)} stored of {full}"
+        f"ready: {info.tokens.total:,} tokens, {_kept(info)} kept; stored: {_size(info)} of {full}"
     )
 
 
@@ -62,9 +62,6 @@ def _lost(fidelity: Fidelity) -> str:
 
 
 def _kept(info: ContextInfo) -> str:
-    """What its answers are read from."""
-    if info.compression.policy_applied == "none":
-        return "100%"
     ratio = info.compression.ratio
     return "auto" if ratio is None else f"{ratio:.0%}"
 
@@ -75,7 +72,7 @@ def _size(info: ContextInfo) -> str:
     if stored is None:
         return "-"
     held = _kept(info) if achieved is None else f"{achieved:.0%}"
-    return _bytes(stored) if held == _kept(info) else f"{_bytes(stored)} at {held}"
+    return _bytes(stored) if held == _kept(info) else f"{_bytes(stored)} ({held})"
 
 
 def _bytes(count: int) -> str:

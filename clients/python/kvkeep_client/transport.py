@@ -254,7 +254,7 @@ def refusal(body: Fields, response: httpx2.Response) -> APIError:
     if not isinstance(detail, str):
         detail = f"the server answered {status}"
     if status == 404 and code in (None, "not_found"):
-        detail = f"{detail}{_about_path(response.request.url)}"
+        detail = _about_path(response.request.url)
     request_id = values.get("request_id") or response.headers.get("X-Request-Id")
     return error_for(
         Problem(
@@ -270,10 +270,11 @@ def refusal(body: Fields, response: httpx2.Response) -> APIError:
 
 def _about_path(asked: httpx2.URL) -> str:
     """What to think of first when a server does not know a path at all."""
+    nothing = f"there is nothing at {asked.copy_with(query=None)}"
     above = asked.path.partition("/contexts")[0]
     if above:
-        return f": {asked}; is {above} part of the server's URL, or to be left out of it?"
-    return f": {asked}; is it a kvkeep server?"
+        return f"{nothing}: is {above} part of the server's URL, or to be left out of it?"
+    return f"{nothing}: is it a kvkeep server?"
 
 
 def _retry_after(header: str | None) -> float | None:

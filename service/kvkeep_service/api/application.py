@@ -21,7 +21,8 @@ _DESCRIPTION = """\
 Read a long document once, keep its compressed KV cache, and ask questions about it.
 
 Register a document with `POST /contexts`, then ask with `POST /contexts/{id}/query`. Every error
-is an `application/problem+json` with a stable `code`; every response has an `X-Request-Id`.
+is an `application/problem+json` with a stable `code`, which `docs/errors.md` explains; every
+response has an `X-Request-Id`. A server with a key wants it in every request: "Authorize" takes it.
 """
 
 

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvkeep_service.api.refusals import Unauthenticated
-from kvkeep_service.api.strict import DEPTH_MAX
+from kvkeep_service.api.strict import DEPTH_MAX, in_words
 from kvkeep_service.errors import (
     IdempotencyInFlight,
     InvalidEncoding,
@@ -99,6 +99,10 @@ _BY_STATUS: Final[Mapping[int, str]] = {
     413: "body_too_large",
     415: "unsupported_media_type",
 }
+_NO_ROUTE: Final[Mapping[str, str]] = {
+    "not_found": "there is no such route; /openapi.json lists all",
+    "method_not_allowed": "this route has other methods; /openapi.json lists all",
+}
 
 
 class FieldProblem(BaseModel):
@@ -128,7 +132,7 @@ class Problem(BaseModel):
     instance: str
     """The path of the request."""
     code: str
-    """Stable; one of the documented catalogue."""
+    """Stable; `docs/errors.md` lists them all."""
     request_id: str
     """Names the request in the server's log, as `X-Request-Id` does."""
     errors: list[FieldProblem] | None = None
@@ -243,7 +247,8 @@ def _validation_failure(error: RequestValidationError) -> Failure:
         if item["type"] == "string_unicode":
             return failure_of(InvalidEncoding(_path(item["loc"]), "a lone surrogate is not text"))
     problems = tuple(
-        FieldProblem(field=_path(item["loc"]), reason=str(item["msg"])) for item in items
+        FieldProblem(field=_path(item["loc"]), reason=in_words(item["type"], item["msg"]))
+        for item in items
     )
     detail = "; ".join(f"{problem.field}: {problem.reason}" for problem in problems[:3])
     return Failure("invalid_request", detail, {}, problems)
@@ -273,7 +278,8 @@ def _http_failure(error: HTTPException) -> Failure:
             reason = f"has a number of more than {digits} digits"
             return failure_of(InvalidRequest("body", reason))
     code = _BY_STATUS.get(error.status_code, "internal")
-    return Failure(code, CATALOGUE[code].title, {}, headers=error.headers)
+    detail = _NO_ROUTE.get(code, CATALOGUE[code].title)
+    return Failure(code, detail, {}, headers=error.headers)
 
 
 def _path(location: Iterable[int | str]) -> str:

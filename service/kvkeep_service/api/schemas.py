@@ -71,9 +71,7 @@ class ContextCreate(Body):
         }
     )
 
-    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("ratio", "scoring", "policy", "allow_lossy"), _COMPRESSION
-    )
+    elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(Compression.model_fields, _COMPRESSION)
 
     document: str | None = None
     """The text to read, not only white space. Send either this or documents."""

@@ -22,7 +22,10 @@ _REBOUND: Final = (
     " set KVKEEP_API_KEY to call it by another"
 )
 
-_scheme = HTTPBearer(auto_error=False, description="The server's key, when it has one.")
+_scheme = HTTPBearer(
+    auto_error=False,
+    description="The server's key (KVKEEP_API_KEY); one without a key asks for none.",
+)
 
 
 class Gate:

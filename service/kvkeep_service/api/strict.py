@@ -40,7 +40,27 @@ _REASONS: Final[Mapping[str, str]] = {
     "model_type": "must be a JSON object",
     "model_attributes_type": "must be a JSON object",
     "list_type": "must be a JSON array",
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
 }
+_BEGINNINGS: Final[Mapping[str, str]] = {
+    "Input should be a valid number": "must be a number",
+    "Input should be": "must be",
+    "String should have": "must have",
+    "List should have": "must have",
+    "Dictionary should have": "must have",
+}
+
+
+def in_words(kind: str, message: str) -> str:
+    """What pydantic says of a value, as the end of a sentence that begins with the field."""
+    if kind in _REASONS:
+        return _REASONS[kind]
+    for beginning, ours in _BEGINNINGS.items():
+        if message.startswith(beginning):
+            return ours + message.removeprefix(beginning).replace(" after validation", "")
+    return message
 
 
 def only(*supported: object) -> AfterValidator:
@@ -102,7 +122,7 @@ class Body(Strict):
     @classmethod
     def _reworded(cls, item: ErrorDetails) -> InitErrorDetails:
         kind, location = item["type"], item["loc"]
-        reason = _REASONS.get(kind, item["msg"])
+        reason = in_words(kind, item["msg"])
         if kind == "extra_forbidden" and len(location) == 1 and location[0] in cls.elsewhere:
             reason = f"{reason}: {cls.elsewhere[str(location[0])]}"
         said = PydanticCustomError(kind, reason)

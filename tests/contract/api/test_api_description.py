@@ -1,9 +1,11 @@
 """The OpenAPI document explains itself: no field, parameter or operation is left without words."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+
+from kvkeep_service.ports import PolicyName
 
 from ...support.api_server import ApiServer
 
@@ -83,3 +85,15 @@ def test_a_field_that_is_refused_says_what_is_accepted(document: JSON, model: st
 
 def test_what_always_fails_is_not_offered(document: JSON) -> None:
     assert "/contexts/upload" not in document["paths"]
+    compression = document["components"]["schemas"]["Compression"]["properties"]
+    assert compression["policy"]["enum"] == list(get_args(PolicyName))
+    messages = document["components"]["schemas"]["ContextCreate"]["properties"]["messages"]
+    assert messages["type"] == "null"
+
+
+def test_every_operation_but_health_takes_the_key_that_authorize_asks_for(document: JSON) -> None:
+    ((name, scheme),) = document["components"]["securitySchemes"].items()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    for operation_name, operation in operations(document):
+        wanted = None if " /health/" in operation_name else [{name: []}]
+        assert operation.get("security") == wanted, operation_name

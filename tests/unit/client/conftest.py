@@ -1,13 +1,18 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from kvkeep_client import Contexts, KVKeep
+from kvkeep_client.commands import app
 from kvkeep_client.transport import Transport
 
 from ...support.servers import serving
 from .stand_in import StandIn
+
+Run = Callable[..., Result]
 
 
 @dataclass
@@ -57,3 +62,20 @@ def unhurried(served: Served) -> Iterator[Unhurried]:
     transport = Transport(served.url, None, timeout_seconds=30, max_retries=2, sleep=pauses.append)
     yield Unhurried(Contexts(transport), transport, pauses)
     transport.close()
+
+
+@pytest.fixture
+def run(served: Served) -> Run:
+    """Call a command on the stand-in."""
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(app, arguments, env={"KVKEEP_URL": served.url})
+
+    return call
+
+
+@pytest.fixture
+def lease(tmp_path: Path) -> Path:
+    path = tmp_path / "lease.txt"
+    path.write_text("The lease ends on 31 March 2029.", encoding="utf-8")
+    return path

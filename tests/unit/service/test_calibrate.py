@@ -1,5 +1,6 @@
 """Calibrating writes what exact KVzip thinks of each head, where a server looks for it."""
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_the_command_says_where_it_wrote(
     assert done.exit_code == 0
     assert done.stdout == f"{head_scores_path(Settings(data=data), tiny.info)}\n"
     assert read(Settings(data=data), tiny) is not None
+    assert stat.S_IMODE(data.stat().st_mode) == 0o700
     assert "100%" in done.stderr
 
 

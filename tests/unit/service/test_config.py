@@ -42,11 +42,15 @@ def test_arguments_win_over_the_environment_and_that_over_the_file(
 @pytest.mark.parametrize(
     ("variable", "value", "limit"),
     [
-        ("KVKEEP_PORT", "65536", "65535"),
+        ("KVKEEP_PORT", "65536", "must be from 0 to 65535"),
+        ("KVKEEP_PORT", "-1", "must be from 0 to 65535"),
+        ("KVKEEP_BUILD_SLICE_MS", "0", "must be above 0 and at most 60000"),
+        ("KVKEEP_TENANT_BYTES", "-1", "must be at least 0"),
         ("KVKEEP_BODY_LIMIT_BYTES", "12", "1024"),
         ("KVKEEP_DTYPE", "int8", "float32"),
         ("KVKEEP_ON_CORRUPT", "ignore", "rebuild"),
-        ("KVKEEP_DEVICE", "tpu", "cuda"),
+        ("KVKEEP_DEVICE", "tpu", "must be auto, cpu, cuda or cuda:N"),
+        ("KVKEEP_DEVICE", "cuda:one", "must be auto, cpu, cuda or cuda:N"),
         ("KVKEEP_THREADS", "many", "integer"),
     ],
 )
@@ -162,6 +166,37 @@ def test_a_wrong_store_is_refused_without_being_repeated(
         load_settings()
     assert said in str(refused.value)
     assert "hidden-word" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://redis:6379/1",
+        "rediss://user:word@redis",
+        "unix:///run/redis.sock",
+        "redis+sentinel://one,two/primary",
+        "redis+cluster://one:7000,two:7001",
+    ],
+)
+def test_a_redis_is_one_of_its_forms(url: str) -> None:
+    assert load_settings({"redis_url": url}).redis_url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://user:hidden-word@redis", "scheme 'http' is not one of redis, rediss, unix, "),
+        ("redis://user:hidden-word@redis/records", "only the number of a database may stand"),
+        ("redis://user:hidden-word@redis:port", "it cannot be read"),
+        ("redis+cluster://user:hidden-word@one/1", "a cluster has no databases"),
+        ("redis://user:hidden-word@redis?socket_timeout=9", "these are not to be set: "),
+    ],
+)
+def test_a_wrong_redis_is_refused_without_being_repeated(url: str, said: str) -> None:
+    message = refusal(redis_url=url)
+    assert message.startswith("KVKEEP_REDIS_URL: ")
+    assert said in message
+    assert "hidden-word" not in message
 
 
 def test_faults_are_none_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

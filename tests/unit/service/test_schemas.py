@@ -95,12 +95,39 @@ def test_an_unknown_field_is_refused(model: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("ratio", 0.3), ("scoring", "exact"), ("policy", "kvzip"), ("allow_lossy", True)],
+    [
+        *(("ratio", 0.3), ("scoring", "exact"), ("policy", "kvzip"), ("allow_lossy", True)),
+        *(("tokens", 9), ("quantization", "int8"), ("neighbours", 1), ("max_loss", 0.1)),
+    ],
 )
 def test_how_to_compress_is_shown_its_place(field: str, value: object) -> None:
     reasons = refused(ContextCreate, {"document": "x", field: value, "name": 7})
     assert reasons[field] == "there is no such field: it belongs under compression"
     assert "name" in reasons
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field", "told"),
+    [
+        (ContextCreate, {"document": 5}, "document", "must be a string"),
+        (ContextCreate, {"documents": []}, "documents", "must have at least 1 item, not 0"),
+        (ContextCreate, {"name": "x" * 257}, "name", "must have at most 256 characters"),
+        (ContextCreate, {"expires_after": {"seconds": 1}}, "expires_after.anchor", "is missing"),
+        (Query, {"temperature": "hot"}, "temperature", "must be a number"),
+        (Query, {"top_k": 1.5}, "top_k", "must be a valid integer"),
+        (Query, {"logprobs": 1}, "logprobs", "must be true or false"),
+        (
+            Query,
+            {"messages": [{"role": "human", "content": "hello"}]},
+            "messages.0.role",
+            "must be 'system', 'user' or 'assistant'",
+        ),
+    ],
+)
+def test_a_refusal_goes_on_from_the_name_of_its_field(
+    model: type[BaseModel], body: dict[str, Any], field: str, told: str
+) -> None:
+    assert refused(model, body)[field] == told
 
 
 def test_a_field_refused_inside_is_no_field_of_the_top() -> None:
