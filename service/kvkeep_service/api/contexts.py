@@ -14,6 +14,7 @@ from kvkeep_service.api.requests import (
     TheRegistry,
     Wait,
     json_only,
+    no_body,
     only_parameters,
     seconds_to_wait,
 )
@@ -210,9 +211,10 @@ async def delete_context(context_id: ContextId, tenant: Tenant, registry: TheReg
     summary="Build a context again",
     status_code=202,
     response_model=ContextView,
-    dependencies=[Depends(only_parameters())],
+    dependencies=[Depends(no_body), Depends(only_parameters())],
     responses=responses(
         *COMMON,
+        "body_too_large",
         "context_not_found",
         "context_expired",
         "context_model_mismatch",
@@ -242,9 +244,10 @@ async def rebuild_context(context_id: ContextId, tenant: Tenant, registry: TheRe
     summary="Load a context now",
     status_code=202,
     response_model=ContextView,
-    dependencies=[Depends(only_parameters())],
+    dependencies=[Depends(no_body), Depends(only_parameters())],
     responses=responses(
         *COMMON,
+        "body_too_large",
         "context_not_found",
         "context_expired",
         "context_not_ready",

@@ -57,6 +57,15 @@ async def json_only(request: Request) -> None:
         raise InvalidEncoding("body", "JSON is sent in UTF-8")
 
 
+async def no_body(request: Request) -> None:
+    """Refuse what a route would ignore: it takes no options. An empty JSON object says nothing.
+
+    Raises: InvalidRequest.
+    """
+    if (await request.body()).strip() not in (b"", b"{}"):
+        raise InvalidRequest("body", "must be empty: there are no options here")
+
+
 def only_parameters(*names: str, prefix: str | None = None) -> Callable[[Request], None]:
     """Make a dependency that refuses query parameters that the route does not know.
 

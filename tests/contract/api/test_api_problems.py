@@ -170,6 +170,21 @@ def test_no_number_of_a_question_is_nan_or_infinite(
     assert refused["detail"] == "chat_template_kwargs.a: must hold finite numbers only"
 
 
+@pytest.mark.parametrize("route", ["rebuild", "prefetch"])
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"", 404), (b" {}\n", 404), (b'{"ratio": 0.5}', 422), (b"null", 422), (b"\xff", 422)],
+    ids=["nothing", "an empty object", "an option", "null", "no text"],
+)
+def test_no_option_is_taken_and_ignored_where_there_are_none(
+    api: ApiServer, route: str, content: bytes, status: int
+) -> None:
+    response = post(api, content, f"/contexts/{UNKNOWN}/{route}")
+    assert response.status_code == status
+    if status == 422:
+        assert problem(response)["detail"] == "body: must be empty: there are no options here"
+
+
 def test_every_refused_field_is_named_with_its_path(api: ApiServer) -> None:
     body = {
         "document": "x",
