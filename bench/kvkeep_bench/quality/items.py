@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Judge = Literal["contains_all", "share_contained", "withholds"]
+Judge = Literal["contains_all", "share_contained", "withholds", "looks_like"]
 PROSE = Path(__file__).resolve().parents[3] / "tests" / "data" / "alice.txt"
 _SKIPPED_CHARACTERS = 2000
 """The title page and the contents of the prose."""
@@ -15,6 +15,8 @@ _SKIPPED_CHARACTERS = 2000
 @dataclass(frozen=True, slots=True)
 class Question:
     """One question. ``wanted``: texts that its answer should hold, or, withheld, should not.
+
+    Judged by looks, it is one regular expression that the whole answer should match.
 
     ``max_tokens`` is room for a whole sentence before the value: with 24, one wordy answer in seven
     was cut off in the middle of it, and a system was judged by how short its sentences are.
@@ -48,6 +50,9 @@ def score(question: Question, answer: str) -> float:
     Letter case, commas in numbers, spaces and a plural's s are no matter; parts of words and of
     numbers do not count.
     """
+    if question.judge == "looks_like":
+        (pattern,) = question.wanted
+        return float(re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None)
     found = _plain(answer)
     held = [
         re.search(rf"(?<!\w){re.escape(_plain(text))}s?(?!\w)", found) is not None
