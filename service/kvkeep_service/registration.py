@@ -61,8 +61,8 @@ async def register(
 
     Otherwise its build is queued. A crash leaves at most a document without a record, or a
     queued record without a job, which reconciling mends; an error leaves nothing.
-    Raises: ModelNotFound, DocumentTooLong, InvalidRequest, QuotaExceeded; Full,
-        MetadataUnavailable, ObjectsUnavailable.
+    Raises: ModelNotFound, DocumentTooLong, InvalidRequest, QuotaExceeded; StoreMismatch for a
+        Redis flushed meanwhile; Full, MetadataUnavailable, ObjectsUnavailable.
     """
     served = worker.model.name
     if wanted.model not in (None, served):

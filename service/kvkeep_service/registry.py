@@ -157,7 +157,7 @@ class Registry:
     async def change(self, tenant: str, context_id: str, changes: Changes) -> ContextRecord:
         """Change name, metadata or expiry, and mirror it. May be repeated.
 
-        Raises: ContextNotFound, ContextExpired.
+        Raises: ContextNotFound, ContextExpired; StoreMismatch for a Redis flushed meanwhile.
         """
         if not is_context_id(context_id):
             raise ContextNotFound(context_id)

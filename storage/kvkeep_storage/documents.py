@@ -139,12 +139,13 @@ async def mirror_context(objects: Objects, metadata: Metadata, key: DocumentKey)
 
     Others may change or delete the record meanwhile, so it is read again after the write, and
     the mirror follows it. How often a context was used does not count as a change.
-    Raises: Conflict when it never settles; Full, ObjectsUnavailable, MetadataUnavailable. The
-    record stays as it is.
+    Raises: Conflict when it never settles; StoreMismatch, because a flushed Redis knows no record
+    and deletes nothing; Full, ObjectsUnavailable, MetadataUnavailable. The record stays as it is.
     """
     mirror = await _current(metadata, key)
     for _ in range(_MIRROR_ROUNDS):
         if mirror is None:
+            await require_bound(objects, metadata)
             await objects.delete(key.mirror)
         else:
             body = _MirrorBody(record=mirror.record.to_hash(), generation=mirror.generation)

@@ -1,5 +1,6 @@
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,17 @@ from kvkeep_storage.documents import (
     missing_document,
     put_document,
 )
-from kvkeep_storage.errors import Conflict, DocumentCorrupt, NotFound, ObjectsUnavailable
+from kvkeep_storage.errors import (
+    Conflict,
+    DocumentCorrupt,
+    NotFound,
+    ObjectsUnavailable,
+    StoreMismatch,
+)
 from kvkeep_storage.keys import DocumentKey
 from kvkeep_storage.metadata import Metadata
 from kvkeep_storage.objects import Objects
+from kvkeep_storage.reindex import reindex
 from kvkeep_storage.remote_backend import RemoteBackend
 
 from ...support.stores import entries_below
@@ -205,11 +213,34 @@ async def test_a_deletion_during_the_write_takes_the_mirror_with_it(
     metadata: Metadata, tmp_path: Path
 ) -> None:
     objects = _Interfering.open(f"file://{tmp_path}")
+    objects.acts = []
+    await bind_if_new(objects, metadata)
     await metadata.create_context(a_context())
     objects.acts = [lambda: metadata.delete_context(TENANT, "ctx_01")]
     await mirror_context(objects, metadata, KEY)
     with pytest.raises(NotFound):
         await get_mirror(objects, KEY)
+
+
+@pytest.mark.parametrize("moment", ["before the write", "during it"])
+async def test_a_redis_flushed_beside_the_write_takes_no_mirror_with_it(
+    metadata: Metadata, tmp_path: Path, moment: str
+) -> None:
+    objects = _Interfering.open(f"file://{tmp_path}")
+    objects.acts = []
+    await bind_if_new(objects, metadata)
+    await metadata.create_context(a_context())
+    await put_document(objects, KEY, a_document())
+    await mirror_context(objects, metadata, KEY)
+    flushing = partial(metadata.link.command, "FLUSHALL")
+    if moment == "before the write":
+        await flushing()
+    else:
+        objects.acts = [flushing]
+    with pytest.raises(StoreMismatch):
+        await mirror_context(objects, metadata, KEY)
+    # So the next reindex finds the context again.
+    assert (await reindex(objects, metadata)).contexts == 1
 
 
 async def test_a_use_during_the_write_is_not_written_again(
