@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-PIECE_BYTES: Final = 512 * 1024
+PIECE_BYTES: Final = 256 * 1024
 """At most so much is filled between two looks: a core's own cache holds it, and where it came
 from, beside what else is at work."""
 

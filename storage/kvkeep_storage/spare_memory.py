@@ -27,8 +27,9 @@ _KEPT_MAX: Final = 4
 
 # Gives every page and changes nothing in any (Linux 5.14, ``asm-generic/mman-common.h``).
 _MADV_POPULATE_WRITE: Final = 23
-# Whoever maps or unmaps memory in another thread waits for so much to be cleared: 1 ms.
-_CLEARED_AT_ONCE_BYTES: Final = 8 * 1024 * 1024
+# Whoever maps or unmaps memory in another thread waits for so much to be cleared: 4 ms. Less at a
+# time, and as much is lost in waiting for the interpreter.
+_CLEARED_AT_ONCE_BYTES: Final = 32 * 1024 * 1024
 # Python's own would hold the interpreter meanwhile.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
