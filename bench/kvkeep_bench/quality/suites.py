@@ -7,7 +7,7 @@ from kvkeep_bench.quality.languages import languages
 from kvkeep_bench.quality.lookups import common_words, many_shot, shared_prefix_keys, uuids
 from kvkeep_bench.quality.mixed import multi_query
 from kvkeep_bench.quality.needles import needles
-from kvkeep_bench.quality.rules import protected_instructions, refusals
+from kvkeep_bench.quality.rules import harmful_requests, protected_instructions, refusals
 from kvkeep_bench.quality.structured import code, tables
 
 SUITES: Mapping[str, Suite] = {
@@ -21,5 +21,6 @@ SUITES: Mapping[str, Suite] = {
     "code": code,
     "tables": tables,
     "refusals": refusals,
+    "harmful requests": harmful_requests,
     "protected instructions": protected_instructions,
 }
