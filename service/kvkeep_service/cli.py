@@ -11,7 +11,7 @@ import typer
 from kvkeep_service.admin import admin
 from kvkeep_service.command_line import Data, RedisUrl, Store, refused, run, settings_from
 from kvkeep_service.errors import ServiceError
-from kvkeep_service.model_reference import check_model_reference
+from kvkeep_service.model_reference import check_model_reference, is_hub_id
 from kvkeep_service.start_errors import StartRefused
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -88,8 +88,9 @@ def serve(
     from kvkeep_service.serving import Announcements
     from kvkeep_service.serving import serve as serve_application
 
+    whence = " by its hub id" if is_hub_id(settings.model) else ""
     announce = Announcements(
-        loading=lambda: typer.echo(f"loading model {settings.model} …", err=True),
+        loading=lambda: typer.echo(f"loading model {settings.model}{whence} …", err=True),
         ready=lambda url: typer.echo(f"kvkeep is ready at {url}"),
     )
     try:

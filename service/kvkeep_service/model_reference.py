@@ -7,6 +7,11 @@ from kvkeep_service.start_errors import ModelUnavailable
 BUNDLED = "bundled"
 
 
+def is_hub_id(reference: str) -> bool:
+    """Whether a model is neither the packaged one nor in a file or directory of this machine."""
+    return reference != BUNDLED and not Path(reference).expanduser().exists()
+
+
 def check_model_reference(reference: str) -> None:
     """Refuse a model that is not where it is said to be, as far as a look at files can tell.
 

@@ -33,8 +33,9 @@ def going_on(context_id: str) -> str:
     """What to do about a context whose build nobody waits for any more."""
     kvkeep = called("kvkeep")
     return (
-        f"The document is registered, and its build goes on: {kvkeep} show {context_id} says how"
-        f" far it is, and {kvkeep} ask {context_id} QUESTION waits for it."
+        "The document is registered, and its build goes on whenever the server runs:"
+        f" {kvkeep} show {context_id} says how far it is, and {kvkeep} ask {context_id} QUESTION"
+        " waits for it."
     )
 
 

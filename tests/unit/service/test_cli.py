@@ -55,7 +55,7 @@ def test_it_says_which_version_it_is() -> None:
 def test_a_wrong_setting_is_refused_in_a_sentence_that_names_it(
     arguments: tuple[str, ...], said: str
 ) -> None:
-    result = run("serve", *arguments)
+    result = run("serve", "--port", "0", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.splitlines()[-1].startswith("kvkeep-server: ")
@@ -102,7 +102,7 @@ def test_flags_reach_the_server_and_it_says_where_it_is(
     )
     assert result.exit_code == 0
     assert result.stdout == "kvkeep is ready at http://127.0.0.1:1234\n"
-    assert "loading model some/model" in result.stderr
+    assert "loading model some/model by its hub id …" in result.stderr
     (settings,) = served
     assert settings == Settings(
         model="some/model",
