@@ -86,7 +86,7 @@ class ContextCreate(Body):
     system: str | None = None
     """System text before the document; never evicted. null: none."""
     instructions: str | None = None
-    """Text between system and document; never evicted. What must be obeyed: `system` of a query."""
+    """Text between system and document; never evicted. Small models obey less at low ratios."""
     protect: list[ProtectedSpan] = Field(default_factory=list, max_length=4096)
     """At most 4096 character ranges of the document that are never evicted."""
     model: str | None = None

@@ -180,6 +180,8 @@ async def test_two_stores_in_one_directory_never_see_each_other(
     assert await read(theirs, SLAB, 0, 4304) == CONTENT[::-1]
     assert await read(tier, SLAB, 0, 4304) == CONTENT
     await theirs.drop(KEY)
+    # What was on its way when it was dropped goes when it has arrived.
+    await settled(theirs)
     assert len(copies(tmp_path / "disk")) == 1
 
 
