@@ -155,12 +155,7 @@ def put(
         if not as_json:
             # At once: whatever ends the wait, it is known what was registered.
             write_line(context.id)
-        if wait:
-            _wait(context, as_json=as_json)
-        if as_json:
-            write_json(context.info.received)
-        else:
-            say(summary(context.info))
+        _conclude(context, wait=wait, as_json=as_json)
 
 
 @app.command()
@@ -250,12 +245,7 @@ def rebuild(
     """Build a context's cache again, after a failure or to replace it."""
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.get(context_id).rebuild()
-        if wait:
-            _wait(context, as_json=as_json)
-        if as_json:
-            write_json(context.info.received)
-        else:
-            say(summary(context.info))
+        _conclude(context, wait=wait, as_json=as_json)
 
 
 @app.command("ls")
@@ -311,6 +301,16 @@ def show(
         return
     for title, value in details(info):
         write_line(f"{title:<10}{value}")
+
+
+def _conclude(context: Context, *, wait: bool, as_json: bool) -> None:
+    """Show what a build was asked for, once it is built where ``wait`` is set."""
+    if wait:
+        _wait(context, as_json=as_json)
+    if as_json:
+        write_json(context.info.received)
+    else:
+        say(summary(context.info))
 
 
 def _wait(context: Context, *, as_json: bool) -> None:
