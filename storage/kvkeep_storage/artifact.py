@@ -7,6 +7,9 @@ A *slab* is one band on disk: one valid safetensors file, written by the library
 
 bf16 has no numpy type, so rows travel as raw bytes (uint8) and are never converted. Those of a
 quantised cache are codes: integers of 8 or 4 bits, or floats of 8, with scales beside them.
+
+A *remainder* is one more row of each head: what stands for all rows that a ratio evicts. Each
+band has its own, since it is another one for each ratio, and of those only one is ever looked at.
 """
 
 from dataclasses import dataclass
@@ -33,6 +36,7 @@ SCALE_NAMES: dict[str, tuple[str, ...]] = {
     "fp8": ("k_scale", "v_scale"),
 }
 """What has one number for each row, in the order of a slab. Floats need no zero."""
+REMAINDER_NAMES = ("remainder_k", "remainder_v")
 
 
 def row_bytes(dtype: CacheDtype, quantization: Quantization, head_dim: int) -> int:
@@ -73,19 +77,24 @@ class LayerRows:
     """One layer's rows, head-major.
 
     Shapes: k, v uint8 [rows, row_bytes], C-contiguous; position int32 [rows], the original
-    token position of each row. ``scales`` with quantised rows only.
+    token position of each row. ``scales`` with quantised rows only. remainder uint8
+    [bands, 2, heads, plain_row_bytes], K then V of what stands for the rows that bands 0..i leave
+    out: C-contiguous, and in the model's dtype whatever the rows are in.
     """
 
     k: RowBytes
     v: RowBytes
     position: Int32Array
     scales: LayerScales | None = None
+    remainder: RowBytes | None = None
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V, with their scales."""
+        """Bytes of K and V, with their scales and remainders."""
         scales = self.scales.of_rows if self.scales else ()
-        return self.k.nbytes + self.v.nbytes + sum(part.nbytes for part in scales)
+        remainder_bytes = 0 if self.remainder is None else self.remainder.nbytes
+        rows_bytes = self.k.nbytes + self.v.nbytes + sum(part.nbytes for part in scales)
+        return rows_bytes + remainder_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +104,7 @@ class CacheRows:
     Shapes: counts int32 [bands, layers, heads], the rows each band adds to each head; band 0
     includes the protected rows; protected int32 [layers, heads]. ``ratios`` ascends and names
     the kept fraction that bands 0..i give together. ``dtype`` is the model's, which quantised
-    rows were in before.
+    rows were in before. Every layer has a remainder, or none has.
     Raises: Invalid when any shape, dtype, count or position disagrees.
     """
 
@@ -126,8 +135,13 @@ class CacheRows:
         return row_bytes(self.dtype, self.quantization, self.head_dim)
 
     @property
+    def has_remainder(self) -> bool:
+        """Whether something stands for what each ratio leaves out."""
+        return self.layers[0].remainder is not None
+
+    @property
     def size_bytes(self) -> int:
-        """Bytes of K, V, scales and positions in memory."""
+        """Bytes of K, V, scales, remainders and positions in memory."""
         return sum(x.kv_bytes + x.position.nbytes for x in self.layers)
 
     def length(self, layer: int) -> Int32Array:
@@ -182,6 +196,7 @@ def _check_layer(rows: CacheRows, index: int, layer: LayerRows) -> None:
     if (position < 0).any():
         raise Invalid(f"layers.{index:03d}.position", "never negative")
     _check_scales(rows, index, layer, count)
+    _check_remainder(rows, index, layer)
 
 
 def _check_scales(rows: CacheRows, index: int, layer: LayerRows, count: int) -> None:
@@ -199,6 +214,19 @@ def _check_scales(rows: CacheRows, index: int, layer: LayerRows, count: int) -> 
     if scales.k_mean is not None:
         shape = (rows.num_kv_heads, rows.head_dim)
         _check_half(f"layers.{index:03d}.k_mean", scales.k_mean, shape)
+
+
+def _check_remainder(rows: CacheRows, index: int, layer: LayerRows) -> None:
+    part = layer.remainder
+    name = f"layers.{index:03d}.remainder"
+    if (part is not None) != rows.has_remainder:
+        raise Invalid(name, "every layer has one, or none has")
+    if part is None:
+        return
+    plain_row_bytes = row_bytes(rows.dtype, "none", rows.head_dim)
+    expected = (len(rows.ratios), 2, rows.num_kv_heads, plain_row_bytes)
+    if part.dtype != np.uint8 or part.shape != expected or not part.flags.c_contiguous:
+        raise Invalid(name, f"contiguous uint8 {expected} expected, not {_described(part)}")
 
 
 def _check_half(name: str, part: Float16Array, shape: tuple[int, ...]) -> None:

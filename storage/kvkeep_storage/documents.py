@@ -54,6 +54,8 @@ class DocumentBody(BaseModel):
     quantization: str = "none"
     normalization: str = "none"
     neighbours: Annotated[int, Field(ge=0)] = 0
+    # Whether something is to stand for the rows that are left out.
+    remainder: bool = False
     # Where the ratio is to be found: by which loss, and from which ratio on.
     max_loss: Annotated[float | None, Field(ge=0)] = None
     ratio_from: Annotated[float | None, Field(gt=0, le=1)] = None

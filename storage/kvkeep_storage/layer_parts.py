@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from kvkeep_storage.artifact import (
     SCALE_NAMES,
-    Float16Array,
     Int32Array,
     LayerRows,
     LayerScales,
@@ -59,18 +58,24 @@ def empty_layers(
     row_bytes: int,
     quantization: Quantization = "none",
     room_for: Room = new_room,
+    *,
+    remainder_row_bytes: int = 0,
 ) -> tuple[LayerRows, ...]:
     """Room for every row of a cache, not yet filled. counts: int32 [bands, layers, heads].
 
+    ``remainder_row_bytes``: of K, and of V, of one head's remainder; 0 where a cache has none.
     One piece of memory for all of it: the kernel gives large ones in large pages, and to touch
     new memory in small ones costs more than to read a file into it.
     """
     # Two codes lie in each byte of a row of int4.
-    mean_bytes = counts.shape[2] * 2 * row_bytes * _HALF_BYTES if quantization == "int4" else 0
+    bands, _, heads = counts.shape
+    mean_bytes = heads * 2 * row_bytes * _HALF_BYTES if quantization == "int4" else 0
+    remainder_bytes = bands * 2 * heads * remainder_row_bytes
     layer_sizes = []
     for rows in counts.sum(axis=(0, 2)).tolist():
         sizes = [rows * row_bytes, rows * row_bytes, rows * 4]
-        sizes += [rows * _HALF_BYTES] * len(SCALE_NAMES[quantization]) + [mean_bytes]
+        sizes += [rows * _HALF_BYTES] * len(SCALE_NAMES[quantization])
+        sizes += [mean_bytes, remainder_bytes]
         layer_sizes.append(sizes)
     room_bytes = sum(_aligned(size) for sizes in layer_sizes for size in sizes)
     room = room_for(room_bytes + _ALIGNMENT)
@@ -82,8 +87,9 @@ def empty_layers(
             parts.append(room[start : start + size_bytes])
             start += _aligned(size_bytes)
         k, v = (part.reshape(-1, row_bytes) for part in parts[:2])
-        scales = _scales(parts[3:], counts.shape[2], quantization)
-        layers.append(LayerRows(k, v, parts[2].view(np.int32), scales))
+        scales = _scales(parts[3:-1], heads, quantization)
+        remainder = parts[-1].reshape(bands, 2, heads, -1) if remainder_bytes else None
+        layers.append(LayerRows(k, v, parts[2].view(np.int32), scales, remainder))
     return tuple(layers)
 
 
@@ -111,14 +117,13 @@ def layer_parts(
     Shapes: counts int32 [bands, layers, heads] of every band that ``layers`` has room for.
     """
     tensors = [[_Tensor(part) for part in _of_rows(layer)] for layer in layers]
-    means = [layer.scales.k_mean if layer.scales else None for layer in layers]
     starts, ends = _runs(counts)
     return [
         _part(
             (band, index),
             (starts[band][index], ends[band][index]),
             places,
-            means[index] if band == 0 else None,
+            _beside_rows(layers[index], band),
         )
         for band in bands
         for index, places in enumerate(tensors)
@@ -146,6 +151,14 @@ def _of_rows(layer: LayerRows) -> Iterator[NDArray[np.generic]]:
         yield from layer.scales.of_rows
 
 
+def _beside_rows(layer: LayerRows, band: int) -> Iterator[NDArray[np.generic]]:
+    """Whatever of a band has no entry a row, in the order of a slab."""
+    if band == 0 and layer.scales is not None and layer.scales.k_mean is not None:
+        yield layer.scales.k_mean
+    if layer.remainder is not None:
+        yield from layer.remainder[band]
+
+
 class _Tensor:
     """The bytes of one tensor, by rows."""
 
@@ -163,7 +176,7 @@ def _part(
     number: tuple[int, int],
     runs: tuple[list[int], list[int]],
     tensors: Sequence[_Tensor],
-    mean: Float16Array | None,
+    beside: Iterable[NDArray[np.generic]],
 ) -> LayerPart:
     band, layer = number
     count = np.empty(len(runs[0]), np.int32)
@@ -171,9 +184,9 @@ def _part(
     rows = sum(end - start for start, end in segments)
     places = [[_bytes_of(count)], *(tensor.views(segments) for tensor in tensors)]
     sizes = [count.nbytes, *(rows * tensor.row_bytes for tensor in tensors)]
-    if mean is not None:
-        places.append([_bytes_of(mean)])
-        sizes.append(mean.nbytes)
+    for tensor in beside:
+        places.append([_bytes_of(tensor)])
+        sizes.append(tensor.nbytes)
     return LayerPart(band, layer, count, tuple(places), tuple(sizes))
 
 

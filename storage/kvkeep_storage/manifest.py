@@ -36,10 +36,12 @@ from kvkeep_storage.slab import SlabDigests
 SCHEMA_VERSIONS: dict[Quantization, int] = {"none": 1, "int8": 2, "int4": 2, "fp8": 3}
 """What a cache is written as: the first that knew its kind of rows. So whoever could read it
 before still can, and whoever cannot says that it is incompatible."""
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """The newest that is known."""
 _WITH_FIDELITY = 4
 """What a cache of any rows is written as when what it loses was measured."""
+_WITH_REMAINDER = 5
+"""What a cache of any rows is written as when it has remainders, measured or not."""
 
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 _Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -97,6 +99,7 @@ class Manifest(BaseModel):
 
     ``counts`` is [bands][layers][heads], the rows each band adds; ``protected`` is
     [layers][heads]. ``slabs[i]`` describes band i. ``fidelity`` is None where nothing was measured.
+    Whether the rows have remainders is for the fingerprint to say.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -135,7 +138,7 @@ class Manifest(BaseModel):
             raise Invalid("slabs", f"{self.num_layers} layer digests expected in each")
         _check_identity(self)
         row_bytes(self.dtype, self.quantization, self.head_dim)
-        if self.schema_version != _schema_version(self.quantization, self.fidelity):
+        if self.schema_version != _schema_version(self.fingerprint, self.fidelity):
             raise Invalid("schema_version", f"not the one of {self.quantization!r} rows")
         return self
 
@@ -152,12 +155,15 @@ class Manifest(BaseModel):
         if rows.quantization != facts.fingerprint.quantization:
             wanted = facts.fingerprint.quantization
             raise Invalid("quantization", f"rows of {rows.quantization!r}, {wanted!r} was promised")
+        if rows.has_remainder != _has_remainder(facts.fingerprint):
+            found, promised = ("one", "none") if rows.has_remainder else ("none", "one")
+            raise Invalid("remainder", f"{found} in the rows, {promised} was promised")
         for index, layer in enumerate(rows.layers):
             if (layer.position >= facts.tokens_total).any():
                 name = f"layers.{index:03d}.position"
                 raise Invalid(name, f"must be below tokens_total={facts.tokens_total}")
         content: dict[str, object] = {
-            "schema_version": _schema_version(rows.quantization, facts.fidelity),
+            "schema_version": _schema_version(facts.fingerprint, facts.fidelity),
             "fingerprint": facts.fingerprint,
             "tokens_total": facts.tokens_total,
             "tokens_protected": facts.tokens_protected,
@@ -218,6 +224,16 @@ class Manifest(BaseModel):
         return row_bytes(self.dtype, self.quantization, self.head_dim)
 
     @property
+    def plain_row_bytes(self) -> int:
+        """Size of one row's K, and of its V, in the model's dtype."""
+        return row_bytes(self.dtype, "none", self.head_dim)
+
+    @property
+    def has_remainder(self) -> bool:
+        """Whether every band has remainders. Raises: Invalid for a fit that makes no sense."""
+        return _has_remainder(self.fingerprint)
+
+    @property
     def quantization(self) -> Quantization:
         """How its rows are kept. Raises: Invalid for a way that is not known."""
         return _quantization(self.fingerprint)
@@ -255,8 +271,21 @@ def _quantization(fingerprint: Fingerprint) -> Quantization:
             raise Invalid("quantization", f"{unknown!r} is not known")
 
 
-def _schema_version(quantization: Quantization, fidelity: Fidelity | None) -> int:
-    return SCHEMA_VERSIONS[quantization] if fidelity is None else _WITH_FIDELITY
+def _has_remainder(fingerprint: Fingerprint) -> bool:
+    """The policy's parameters name the version of the fit that made them."""
+    match fingerprint.policy_parameters.get("remainder"):
+        case None:
+            return False
+        case int(version) if version >= 1:
+            return True
+        case unknown:
+            raise Invalid("remainder", f"must be the version of a fit, not {unknown!r}")
+
+
+def _schema_version(fingerprint: Fingerprint, fidelity: Fidelity | None) -> int:
+    if _has_remainder(fingerprint):
+        return _WITH_REMAINDER
+    return SCHEMA_VERSIONS[_quantization(fingerprint)] if fidelity is None else _WITH_FIDELITY
 
 
 class _SchemaOnly(BaseModel):

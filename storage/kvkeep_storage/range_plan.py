@@ -1,8 +1,8 @@
 """Which ranges of which slabs to read, in which order, and where their bytes go; pure.
 
 Rows are cut between layers where that can be, so that one thread reads all of a part and can
-digest it on the way. What else a part has lies elsewhere in its slab and is small: it is read
-first.
+digest it on the way. What else a part has is small: what lies elsewhere in its slab is read first,
+and what lies between its K and V, as a remainder of their dtype does, with them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,8 @@ def plan_ranges(layouts: Mapping[int, SlabLayout], parts: Sequence[LayerPart]) -
     """Cut what the parts need into ranges, so that low layers are complete early in all bands.
 
     Every byte of every part lies in exactly one range, and no other byte does. The first run of
-    a band has whatever is not K or V of all its parts: the others' digests go on from there.
+    a band has whatever does not lie at K and V of all its parts: the others' digests go on from
+    there.
     ``layouts`` is by band.
     """
     runs: list[Run] = []
@@ -62,11 +63,12 @@ def plan_ranges(layouts: Mapping[int, SlabLayout], parts: Sequence[LayerPart]) -
         spans = [span for part in parts if part.band == band for span in _spans(layout, part)]
         if not spans:
             continue
+        spans.sort(key=_START)
         if sum(span.size_bytes for span in spans) < 2 * RANGE_BYTES:
-            runs.append(tuple(_ranges(band, sorted(spans, key=_START))))
+            runs.append(tuple(_ranges(band, spans)))
             continue
-        others = sorted((span for span in spans if not span.is_row), key=_START)
-        runs += _runs(band, others, [span for span in spans if span.is_row])
+        others = [span for span in spans if not span.is_at_rows]
+        runs += _runs(band, others, [span for span in spans if span.is_at_rows])
     # A stable sort: the first run of a band stays its first.
     runs.sort(key=lambda run: min(stretch.part.layer for read in run for stretch in read.stretches))
     return runs
@@ -80,7 +82,7 @@ class _Span(NamedTuple):
     part: LayerPart
     offset: int
     views: Sequence[memoryview]
-    is_row: bool
+    is_at_rows: bool
 
     @property
     def end(self) -> int:
@@ -92,15 +94,19 @@ _START = attrgetter("start")
 
 def _spans(layout: SlabLayout, part: LayerPart) -> Iterator[_Span]:
     offset = 0
-    places = zip(layout.starts[part.layer], part.sizes, part.tensors, strict=True)
-    for index, (start, size_bytes, views) in enumerate(places):
+    starts = layout.starts[part.layer]
+    k_start, v_start = (starts[index] for index in ROW_TENSORS)
+    for index, (start, size_bytes, views) in enumerate(
+        zip(starts, part.sizes, part.tensors, strict=True)
+    ):
         if size_bytes:
-            yield _Span(start, size_bytes, part, offset, views, index in ROW_TENSORS)
+            is_at_rows = index in ROW_TENSORS or k_start <= start < v_start
+            yield _Span(start, size_bytes, part, offset, views, is_at_rows)
         offset += size_bytes
 
 
 def _runs(band: int, others: list[_Span], rows: list[_Span]) -> Iterator[Run]:
-    """Behind what is not rows, gather the rows of whole layers into ranges."""
+    """Behind what lies elsewhere, gather the rows of whole layers into ranges."""
     layers = [list(found) for _, found in groupby(rows, key=attrgetter("part"))]
     gathered, size_bytes = others, sum(span.size_bytes for span in others)
     for layer in layers:

@@ -59,7 +59,11 @@ class Reading:
             counts,
             manifest.protected_array(),
             empty_layers(
-                counts, manifest.row_bytes, manifest.quantization, cleared_ahead(room_for)
+                counts,
+                manifest.row_bytes,
+                manifest.quantization,
+                cleared_ahead(room_for),
+                remainder_row_bytes=manifest.plain_row_bytes if manifest.has_remainder else 0,
             ),
             manifest.quantization,
         )
@@ -113,6 +117,7 @@ class Reading:
                 manifest.head_dim,
                 quantization=manifest.quantization,
                 band=band,
+                has_remainder=manifest.has_remainder,
             )
         except Corrupt as error:
             raise _within(name, error) from error

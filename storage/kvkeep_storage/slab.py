@@ -15,6 +15,7 @@ from safetensors import TensorSpec, serialize
 
 from kvkeep_storage.artifact import (
     ITEM_BYTES,
+    REMAINDER_NAMES,
     SCALE_NAMES,
     CacheDtype,
     CacheRows,
@@ -71,8 +72,8 @@ class HeadSegment(NamedTuple):
 def encode_slab(rows: CacheRows, band: int) -> EncodedSlab:
     """Write one band as a safetensors file in memory. Modifies nothing.
 
-    Raises: Invalid when a row holds an infinity or NaN: a build gone wrong must not
-    become a stored cache.
+    Raises: Invalid when a row or a remainder holds an infinity or NaN: a build gone wrong must
+    not become a stored cache.
     """
     tensors: dict[str, _Part] = {}
     digests: list[str] = []
@@ -82,7 +83,9 @@ def encode_slab(rows: CacheRows, band: int) -> EncodedSlab:
         parts: list[_Part] = [count, _gather(layer.position, segments)]
         parts += [_gather(layer.k, segments), _gather(layer.v, segments)]
         parts += _halves(layer, segments, band)
-        names = tensor_names(index, rows.quantization, band)
+        if layer.remainder is not None:
+            parts.extend(layer.remainder[band])
+        names = tensor_names(index, rows.quantization, band, has_remainder=rows.has_remainder)
         for name, part in zip(names[2:], parts[2:], strict=True):
             _check_finite(part, rows, name)
         digests.append(digest_of(part.data for part in parts))
@@ -95,14 +98,22 @@ def encode_slab(rows: CacheRows, band: int) -> EncodedSlab:
     )
 
 
-def tensor_names(layer: int, quantization: Quantization = "none", band: int = 0) -> tuple[str, ...]:
+def tensor_names(
+    layer: int,
+    quantization: Quantization = "none",
+    band: int = 0,
+    *,
+    has_remainder: bool = False,
+) -> tuple[str, ...]:
     """Names of a layer's tensors in a band: count, position, k, v, and scales of quantised rows.
 
-    Channel means, which are the same for all bands, lie in the first. Names are
-    zero-padded, because safetensors orders by dtype, then name: layers lie in order.
+    Channel means, which are the same for all bands, lie in the first. The band's own remainder
+    comes last, where the cache has them. Names are zero-padded, because safetensors orders by
+    dtype, then name: layers lie in order.
     """
     means = ("k_mean",) if quantization == "int4" and band == 0 else ()
-    parts = ("count", "position", "k", "v", *SCALE_NAMES[quantization], *means)
+    remainder = REMAINDER_NAMES if has_remainder else ()
+    parts = ("count", "position", "k", "v", *SCALE_NAMES[quantization], *means, *remainder)
     return tuple(f"layers.{layer:03d}.{part}" for part in parts)
 
 
@@ -148,22 +159,28 @@ def _halves(
 
 def _serialize(tensors: dict[str, _Part], rows: CacheRows) -> bytes:
     """Hand raw pointers to safetensors; ``tensors`` keeps every buffer alive until it returns."""
-    is_plain = rows.quantization == "none"
     specs: dict[str, TensorSpec] = {}
     for name, array in tensors.items():
         # Only bytes that are numbers of the cache's dtype have another shape than their array.
-        is_row = is_plain and array.dtype == np.uint8
+        is_plain = _is_plain(array, rows, name)
         specs[name] = TensorSpec(
-            dtype=rows.dtype if is_row else array.dtype.name,
-            shape=[array.shape[0], rows.head_dim] if is_row else list(array.shape),
+            dtype=rows.dtype if is_plain else array.dtype.name,
+            shape=[array.shape[0], rows.head_dim] if is_plain else list(array.shape),
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
         )
     return serialize(specs, SLAB_FORMAT)
 
 
+def _is_plain(part: _Part, rows: CacheRows, name: str) -> bool:
+    """Whether a tensor's bytes are numbers of the cache's dtype."""
+    if part.dtype != np.uint8:
+        return False
+    return rows.quantization == "none" or name.endswith(REMAINDER_NAMES)
+
+
 def _check_finite(part: _Part, rows: CacheRows, name: str) -> None:
-    if rows.quantization != "none" and part.dtype == np.uint8:
+    if part.dtype == np.uint8 and not _is_plain(part, rows, name):
         # Every integer is a number once its scale is; e4m3 has a NaN of either sign.
         codes = part.view(np.uint8)
         if rows.quantization == "fp8" and (codes & _FLOAT8_NAN == _FLOAT8_NAN).any():

@@ -39,6 +39,7 @@ def read_layout(
     *,
     quantization: Quantization = "none",
     band: int = 0,
+    has_remainder: bool = False,
 ) -> SlabLayout:
     """Verify a slab's header and find its tensors, which leave no byte of the file out.
 
@@ -54,15 +55,17 @@ def read_layout(
     starts = []
     spans = []
     for layer, rows in enumerate(counts.sum(axis=1).tolist()):
-        names = tensor_names(layer, quantization, band)
+        names = tensor_names(layer, quantization, band, has_remainder=has_remainder)
         shapes: list[tuple[str, tuple[int, ...]]] = [("I32", (heads,)), ("I32", (rows,))]
         if quantization == "none":
             shapes += [(_DTYPE_NAMES[dtype], (rows, head_dim))] * 2
         else:
             shapes += [("U8", (rows, row_bytes(dtype, quantization, head_dim)))] * 2
             shapes += [("F16", (rows,))] * len(SCALE_NAMES[quantization])
-        if len(names) > len(shapes):
+        if quantization == "int4" and band == 0:
             shapes.append(("F16", (heads, head_dim)))
+        if has_remainder:
+            shapes += [(_DTYPE_NAMES[dtype], (heads, head_dim))] * 2
         found_here = [
             _span(tensors, name, *shape) for name, shape in zip(names, shapes, strict=True)
         ]

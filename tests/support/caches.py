@@ -58,6 +58,7 @@ def random_rows(
     counts: Int32Array | None = None,
     protected_rows: int = 1,
     quantization: Quantization = "none",
+    remainder: bool = False,
 ) -> CacheRows:
     """Rows with ragged counts, some of them zero; every head keeps its protected ones."""
     rng = np.random.default_rng(seed)
@@ -69,6 +70,11 @@ def random_rows(
         _random_layer(rng, counts[:, layer].sum(axis=0), head_dim, dtype, quantization)
         for layer in range(counts.shape[1])
     )
+    if remainder:
+        shape = (len(ratios), 2, counts.shape[2], head_dim)
+        layers = tuple(
+            replace(layer, remainder=_random_numbers(rng, shape, dtype)) for layer in layers
+        )
     protected = np.full(counts.shape[1:], protected_rows, np.int32)
     return CacheRows(
         dtype, counts.shape[2], head_dim, ratios, counts, protected, layers, quantization
@@ -79,15 +85,19 @@ def facts_for(
     rows: CacheRows, timings: Mapping[str, float] | None = None, **fingerprint: Any
 ) -> ManifestFacts:
     """What a build that kept these rows would say; ``fingerprint`` changes the identity."""
+    identity = a_fingerprint(
+        dtype=rows.dtype,
+        num_layers=rows.num_layers,
+        num_kv_heads=rows.num_kv_heads,
+        head_dim=rows.head_dim,
+        quantization=rows.quantization,
+        **fingerprint,
+    )
+    if rows.has_remainder:
+        parameters = {**identity.policy_parameters, "remainder": 1}
+        identity = replace(identity, policy_parameters=parameters)
     return ManifestFacts(
-        fingerprint=a_fingerprint(
-            dtype=rows.dtype,
-            num_layers=rows.num_layers,
-            num_kv_heads=rows.num_kv_heads,
-            head_dim=rows.head_dim,
-            quantization=rows.quantization,
-            **fingerprint,
-        ),
+        fingerprint=identity,
         tokens_total=1_000_000,
         tokens_protected=4,
         ratio=rows.ratios[-1],
@@ -112,12 +122,15 @@ def prefix_of(rows: CacheRows, bands: int) -> CacheRows:
         if scales is not None:
             of_rows = {name: getattr(scales, name) for name in SCALE_NAMES[rows.quantization]}
             scales = replace(scales, **{name: part[kept] for name, part in of_rows.items()})
-        layers.append(LayerRows(layer.k[kept], layer.v[kept], layer.position[kept], scales))
+        remainder = None if layer.remainder is None else layer.remainder[:bands]
+        layers.append(
+            LayerRows(layer.k[kept], layer.v[kept], layer.position[kept], scales, remainder)
+        )
     return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=tuple(layers))
 
 
 def assert_equal_rows(found: CacheRows, expected: CacheRows) -> None:
-    """Bit for bit: every count, position, K, V and scale."""
+    """Bit for bit: every count, position, K, V, scale and remainder."""
     assert found.quantization == expected.quantization
     assert (found.dtype, found.num_kv_heads, found.head_dim, found.ratios) == (
         expected.dtype,
@@ -140,6 +153,9 @@ def assert_equal_rows(found: CacheRows, expected: CacheRows) -> None:
                 pairs.append((means[0], means[1]))
             for mine, other in pairs:
                 np.testing.assert_array_equal(mine.view(np.uint16), other.view(np.uint16))
+        assert (here.remainder is None) == (there.remainder is None)
+        if here.remainder is not None and there.remainder is not None:
+            np.testing.assert_array_equal(here.remainder, there.remainder, strict=True)
 
 
 def _random_layer(
@@ -172,7 +188,7 @@ def _random_layer(
 
 
 def _random_numbers(
-    rng: np.random.Generator, shape: tuple[int, int], dtype: CacheDtype
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: CacheDtype
 ) -> RowBytes:
     numbers = rng.standard_normal(shape, dtype=np.float32)
     if dtype == "float32":

@@ -102,6 +102,29 @@ async def test_a_document_names_its_neighbours_only_when_it_has_some(objects: Ob
         assert (await get_document(objects, KEY)).neighbours == count
 
 
+async def test_a_document_names_its_remainder_only_when_it_has_one(objects: Objects) -> None:
+    for wanted in (False, True):
+        await put_document(objects, KEY, a_document(remainder=wanted))
+        assert (b"remainder" in await objects.get(KEY.body)) == wanted
+        assert (await get_document(objects, KEY)).remainder is wanted
+
+
+async def test_a_document_of_before_remainders_still_verifies_and_asks_for_none(
+    objects: Objects,
+) -> None:
+    written = (
+        b'{"schema_version":1,"kind":"document","tenant":"acme","context_id":"ctx_01",'
+        b'"sha256":"c4f99c0642b1b7eea4f90f7fe40e7011aa95cf3bca00773337db88600a3619e3",'
+        b'"body":{"text":"Clause 1.","system":null,"instructions":null,"protect":[[0,6]],'
+        b'"prefix_text":"","policy":"kvzip","ratio":0.3,"scoring":"local","quantization":"int8"}}'
+    )
+    await objects.put(KEY.body, written)
+    found = await get_document(objects, KEY)
+    assert (found.text, found.quantization, found.remainder) == ("Clause 1.", "int8", False)
+    await put_document(objects, KEY, found)
+    assert await objects.get(KEY.body) == written
+
+
 async def test_a_missing_document_is_not_found(objects: Objects) -> None:
     with pytest.raises(NotFound):
         await get_document(objects, KEY)

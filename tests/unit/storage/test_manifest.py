@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeep_storage.errors import Corrupt, Incompatible, Invalid
+from kvkeep_storage.fidelity import Fidelity
 from kvkeep_storage.manifest import SCHEMA_VERSION, Manifest, sha256_hex
 from kvkeep_storage.slab import encode_slab
 
@@ -126,6 +127,54 @@ def test_rows_are_written_in_the_oldest_schema_that_knows_them(
     content = json.loads(made.encode())
     with pytest.raises(Corrupt, match="schema_version"):
         Manifest.decode(json.dumps({**content, "schema_version": version % 3 + 1}).encode())
+
+
+@pytest.mark.parametrize("fidelity", [None, MEASURED], ids=["", "measured"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_remainders_are_read_by_those_who_know_of_them_only(
+    quantization: str, fidelity: Fidelity | None
+) -> None:
+    rows = random_rows(quantization=quantization, remainder=True)
+    slabs = tuple(encode_slab(rows, band).digests for band in range(3))
+    facts = replace(facts_for(rows), fidelity=fidelity)
+    made = Manifest.describe(rows, slabs, facts, created_at=1.5)
+    read = Manifest.decode(made.encode())
+    assert read == made
+    assert (read.schema_version, read.has_remainder) == (5, True)
+    assert not _manifest(quantization=quantization).has_remainder
+    content = json.loads(made.encode())
+    for version in range(1, 5):
+        with pytest.raises(Corrupt, match="schema_version"):
+            Manifest.decode(json.dumps({**content, "schema_version": version}).encode())
+    # Nor does the version of those who know them make any of a cache that has none.
+    with pytest.raises(Corrupt, match="schema_version"):
+        Manifest.decode(_edited(schema_version=5))
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_rows_with_remainders_that_were_not_promised_or_without_promised_ones_are_refused(
+    built: bool,
+) -> None:
+    rows = random_rows(remainder=built)
+    slabs = tuple(encode_slab(rows, band).digests for band in range(3))
+    facts = facts_for(random_rows(remainder=not built))
+    with pytest.raises(Invalid, match=r"^remainder: "):
+        Manifest.describe(rows, slabs, facts, created_at=1.5)
+
+
+@pytest.mark.parametrize("fit", [0, -1, 1.0, "1", ""])
+def test_a_fit_of_remainders_that_has_no_version_is_refused(fit: str | float) -> None:
+    rows = random_rows(remainder=True)
+    slabs = tuple(encode_slab(rows, band).digests for band in range(3))
+    facts = facts_for(rows)
+    parameters = {**facts.fingerprint.policy_parameters, "remainder": fit}
+    odd = replace(facts.fingerprint, policy_parameters=parameters)
+    with pytest.raises(Invalid, match=r"^remainder: must be"):
+        Manifest.describe(rows, slabs, replace(facts, fingerprint=odd), created_at=1.5)
+    content = json.loads(Manifest.describe(rows, slabs, facts, created_at=1.5).encode())
+    content["fingerprint"] = json.loads(odd.to_json())
+    with pytest.raises(Corrupt, match="remainder: must be"):
+        Manifest.decode(json.dumps(content).encode())
 
 
 def test_rows_quantised_otherwise_than_promised_are_refused() -> None:

@@ -11,69 +11,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, LayerRows, Quantization
+from kvkeep_storage.artifact import CacheDtype, LayerRows, Quantization
 from kvkeep_storage.errors import Corrupt, Invalid
-from kvkeep_storage.layer_parts import empty_layers, layer_parts
-from kvkeep_storage.part_digests import PartDigest, RangeDigests
-from kvkeep_storage.range_plan import plan_ranges
+from kvkeep_storage.layer_parts import empty_layers
 from kvkeep_storage.slab import EncodedSlab, encode_slab, tensor_names
-from kvkeep_storage.slab_layout import SlabLayout, read_layout
 
 from ...support.caches import assert_equal_rows, prefix_of, random_rows
+from ...support.slabs import decode_slabs, slab_layout, with_content
 
 DTYPES: tuple[CacheDtype, ...] = ("float32", "bfloat16", "float16")
-
-
-def _layout(
-    slab: EncodedSlab,
-    counts: Int32Array,
-    dtype: CacheDtype,
-    head_dim: int,
-    quantization: Quantization = "none",
-    band: int = 0,
-) -> SlabLayout:
-    header = memoryview(slab.content)[: slab.digests.header_bytes]
-    return read_layout(
-        header, slab.digests, counts, dtype, head_dim, quantization=quantization, band=band
-    )
-
-
-def _decode(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
-    """Read the first slabs back into memory, and verify them there."""
-    bands = len(slabs)
-    counts = rows.counts[:bands]
-    layers = empty_layers(counts, rows.row_bytes, rows.quantization)
-    for layer in layers:
-        # Every byte must come from a slab.
-        layer.k.fill(0xFF)
-        layer.v.fill(0xFF)
-        layer.position.fill(-1)
-        for part in layer.scales.of_rows if layer.scales else ():
-            part.fill(np.nan)
-    layouts = {
-        band: _layout(slab, counts[band], rows.dtype, rows.head_dim, rows.quantization, band)
-        for band, slab in enumerate(slabs)
-    }
-    parts = layer_parts(counts, layers, range(bands))
-    digests = {part: PartDigest(sum(part.sizes)) for part in parts}
-    # Ranges may arrive in any order.
-    for read in reversed([read for run in plan_ranges(layouts, parts) for read in run]):
-        start = read.start
-        for view in read.into:
-            view[:] = slabs[read.band].content[start : start + len(view)]
-            start += len(view)
-        adding = RangeDigests(read, digests)
-        adding.digest_in_place()
-        adding.commit()
-    for part in parts:
-        assert digests[part].is_whole
-        digest = slabs[part.band].digests.layer_digests[part.layer]
-        part.check(digests[part].hexdigest(), digest, counts[part.band, part.layer])
-    return replace(rows, ratios=rows.ratios[:bands], counts=counts, layers=layers)
-
-
-def _damaged(slab: EncodedSlab, content: bytes) -> EncodedSlab:
-    return EncodedSlab(content, slab.digests)
 
 
 @given(
@@ -85,6 +31,7 @@ def _damaged(slab: EncodedSlab, content: bytes) -> EncodedSlab:
     head_dim=st.sampled_from((1, 3, 8)),
     protected_rows=st.integers(0, 3),
     rows_max=st.integers(0, 4),
+    remainder=st.booleans(),
 )
 def test_every_ratio_comes_back_bit_for_bit(
     seed: int,
@@ -95,6 +42,7 @@ def test_every_ratio_comes_back_bit_for_bit(
     head_dim: int,
     protected_rows: int,
     rows_max: int,
+    remainder: bool,
 ) -> None:
     rows = random_rows(
         seed,
@@ -106,20 +54,24 @@ def test_every_ratio_comes_back_bit_for_bit(
         protected_rows=protected_rows,
         rows_max=rows_max,
         quantization=quantization,
+        remainder=remainder,
     )
     slabs = [encode_slab(rows, band) for band in range(len(rows.ratios))]
     for bands in range(1, len(slabs) + 1):
-        assert_equal_rows(_decode(rows, slabs[:bands]), prefix_of(rows, bands))
+        assert_equal_rows(decode_slabs(rows, slabs[:bands]), prefix_of(rows, bands))
 
 
 def test_every_tensor_of_a_loaded_cache_is_contiguous_and_aligned() -> None:
     counts = np.array([[[3, 2], [2, 0], [1, 0]]], np.int32)
     kinds: tuple[Quantization, ...] = ("none", "int4", "fp8")
-    for layer in (layer for kind in kinds for layer in empty_layers(counts, 6, kind)):
+    for layer in (
+        layer for kind in kinds for layer in empty_layers(counts, 6, kind, remainder_row_bytes=6)
+    ):
+        assert layer.remainder is not None
         scales = () if layer.scales is None else layer.scales.of_rows
         if layer.scales is not None and layer.scales.k_mean is not None:
             scales = (*scales, layer.scales.k_mean)
-        for tensor in (layer.k, layer.v, layer.position, *scales):
+        for tensor in (layer.k, layer.v, layer.position, *scales, layer.remainder):
             assert tensor.flags.c_contiguous
             assert tensor.flags.writeable
             assert tensor.ctypes.data % 64 == 0
@@ -272,19 +224,20 @@ def test_zeros_belong_to_integers_and_only_to_them(missing: str) -> None:
             replace(layers, layers=(wrong, *layers.layers[1:]))
 
 
+@pytest.mark.parametrize("remainder", [False, True], ids=["", "remainder"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
-def test_any_flipped_bit_anywhere_is_seen(quantization: Quantization) -> None:
-    rows = random_rows(num_layers=2, head_dim=2, quantization=quantization)
+def test_any_flipped_bit_anywhere_is_seen(quantization: Quantization, remainder: bool) -> None:
+    rows = random_rows(num_layers=2, head_dim=2, quantization=quantization, remainder=remainder)
     chosen = random.Random(7)
     slabs = [encode_slab(rows, band) for band in range(len(rows.ratios))]
-    _decode(rows, slabs)
+    decode_slabs(rows, slabs)
     for band, slab in enumerate(slabs):
         for index in range(len(slab.content)):
             content = bytearray(slab.content)
             content[index] ^= 1 << chosen.randrange(8)
-            damaged = [*slabs[:band], _damaged(slab, bytes(content))]
+            damaged = [*slabs[:band], with_content(slab, bytes(content))]
             with pytest.raises(Corrupt):
-                _decode(rows, damaged)
+                decode_slabs(rows, damaged)
 
 
 def test_a_slab_in_another_ones_place_is_seen() -> None:
@@ -296,7 +249,7 @@ def test_a_slab_in_another_ones_place_is_seen() -> None:
     for foreign in (encode_slab(rows, 1), encode_slab(other, 0)):
         assert len(foreign.content) == len(slab.content)
         with pytest.raises(Corrupt, match="digest"):
-            _decode(rows, [_damaged(slab, foreign.content)])
+            decode_slabs(rows, [with_content(slab, foreign.content)])
 
 
 def test_field_04_counts_other_than_the_manifests_are_seen_even_under_right_digests() -> None:
@@ -304,14 +257,14 @@ def test_field_04_counts_other_than_the_manifests_are_seen_even_under_right_dige
     slab = encode_slab(rows, 0)
     swapped = replace(rows, counts=np.array([[[3, 2]]], np.int32))
     with pytest.raises(Corrupt, match="counts"):
-        _decode(swapped, [slab])
+        decode_slabs(swapped, [slab])
 
 
 def test_field_11_a_dtype_other_than_the_manifests_is_seen_even_under_right_digests() -> None:
     rows = random_rows(dtype="bfloat16")
     slab = encode_slab(rows, 0)
     with pytest.raises(Corrupt, match="BF16"):
-        _layout(slab, rows.counts[0], "float16", rows.head_dim)
+        slab_layout(slab, rows.counts[0], "float16", rows.head_dim)
 
 
 def _with_header(slab: EncodedSlab, text: bytes) -> EncodedSlab:
@@ -331,7 +284,7 @@ def test_a_right_digest_over_something_that_is_no_header_is_refused() -> None:
     rows = random_rows()
     forged = _with_header(encode_slab(rows, 0), b"[[")
     with pytest.raises(Corrupt, match="header"):
-        _layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+        slab_layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
 
 
 @pytest.mark.parametrize("shift", [-2, 2])
@@ -339,7 +292,7 @@ def test_tensors_that_leave_a_byte_out_or_share_one_are_refused(shift: int) -> N
     rows = random_rows()
     slab = encode_slab(rows, 0)
     header = _header_of(slab)
-    _layout(
+    slab_layout(
         _with_header(slab, json.dumps(header, separators=(",", ":")).encode()),
         rows.counts[0],
         rows.dtype,
@@ -349,7 +302,7 @@ def test_tensors_that_leave_a_byte_out_or_share_one_are_refused(shift: int) -> N
     offsets[:] = [offset + shift for offset in offsets]
     forged = _with_header(slab, json.dumps(header, separators=(",", ":")).encode())
     with pytest.raises(Corrupt, match="begins at byte"):
-        _layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+        slab_layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
 
 
 def test_a_tensor_of_another_length_than_its_shape_is_refused() -> None:
@@ -359,7 +312,7 @@ def test_a_tensor_of_another_length_than_its_shape_is_refused() -> None:
     header[tensor_names(1)[2]]["data_offsets"][1] -= 2
     forged = _with_header(slab, json.dumps(header, separators=(",", ":")).encode())
     with pytest.raises(Corrupt, match="are not BF16"):
-        _layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+        slab_layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
 
 
 def test_tensors_that_end_before_the_file_does_are_refused() -> None:
@@ -367,7 +320,7 @@ def test_tensors_that_end_before_the_file_does_are_refused() -> None:
     slab = encode_slab(rows, 0)
     longer = EncodedSlab(slab.content, replace(slab.digests, size_bytes=len(slab.content) + 4))
     with pytest.raises(Corrupt, match="tensors end"):
-        _layout(longer, rows.counts[0], rows.dtype, rows.head_dim)
+        slab_layout(longer, rows.counts[0], rows.dtype, rows.head_dim)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
