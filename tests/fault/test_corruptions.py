@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvkeep_storage.arrival import Announcer, ArrivingRows
-from kvkeep_storage.artifact import CacheDtype, CacheRows
+from kvkeep_storage.artifact import CacheDtype, CacheRows, Quantization
 from kvkeep_storage.errors import Corrupt
 from kvkeep_storage.layer_parts import layer_parts
 from kvkeep_storage.load import LoadedCache, read_generation
@@ -38,13 +38,13 @@ LOADS = 300
 MANIFEST = "manifest.json"
 SEED = int(os.environ.get("KVKEEP_TEST_SEED") or secrets.randbelow(2**32))
 
-SHAPES: tuple[tuple[CacheDtype, int, int, int, int], ...] = (
-    # dtype, layers, heads, head_dim, most rows of a head in a band
-    ("bfloat16", 2, 2, 8, 5),
-    ("bfloat16", 5, 1, 4, 3),
-    ("float16", 3, 3, 2, 4),
-    ("float32", 1, 4, 3, 6),
-    ("float32", 4, 2, 1, 2),
+SHAPES: tuple[tuple[CacheDtype, Quantization, int, int, int, int, bool], ...] = (
+    # dtype, quantisation, layers, heads, head_dim, most rows of a head in a band, remainders
+    ("bfloat16", "none", 2, 2, 8, 5, True),
+    ("bfloat16", "int4", 5, 1, 4, 3, True),
+    ("float16", "none", 3, 3, 2, 4, False),
+    ("float32", "none", 1, 4, 3, 6, True),
+    ("float32", "none", 4, 2, 1, 2, False),
 )
 
 Files = Mapping[str, bytes]
@@ -216,7 +216,7 @@ def _read_files(folder: Path) -> Files:
 
 
 async def _victim(stores: Stores, number: int) -> Victim:
-    dtype, layers, heads, head_dim, rows_max = SHAPES[number]
+    dtype, quantization, layers, heads, head_dim, rows_max, remainder = SHAPES[number]
     rows = random_rows(
         number,
         dtype=dtype,
@@ -224,6 +224,8 @@ async def _victim(stores: Stores, number: int) -> Victim:
         num_kv_heads=heads,
         head_dim=head_dim,
         rows_max=rows_max,
+        quantization=quantization,
+        remainder=remainder,
     )
     facts = facts_for(rows, token_ids_digest=f"document {number}")
     await stores.register(facts, f"ctx_{number}")
@@ -244,6 +246,8 @@ def _like(rows: CacheRows, seed: int) -> CacheRows:
         dtype=rows.dtype,
         head_dim=rows.head_dim,
         counts=rows.counts,
+        quantization=rows.quantization,
+        remainder=rows.has_remainder,
     )
 
 

@@ -17,6 +17,7 @@ ROWS = random_rows(
     head_dim=2,
     num_layers=1,
     protected_rows=0,
+    remainder=True,
 )
 FACTS = facts_for(ROWS)
 

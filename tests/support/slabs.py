@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvkeep_storage.artifact import CacheDtype, CacheRows, Int32Array, Quantization, row_bytes
+from kvkeep_storage.artifact import CacheRows, LayerRows, row_bytes
 from kvkeep_storage.layer_parts import empty_layers, layer_parts
 from kvkeep_storage.part_digests import PartDigest, RangeDigests
 from kvkeep_storage.range_plan import plan_ranges
@@ -12,26 +12,28 @@ from kvkeep_storage.slab import EncodedSlab
 from kvkeep_storage.slab_layout import SlabLayout, read_layout
 
 
-def slab_layout(
-    slab: EncodedSlab,
-    counts: Int32Array,
-    dtype: CacheDtype,
-    head_dim: int,
-    quantization: Quantization = "none",
-    band: int = 0,
-    *,
-    has_remainder: bool = False,
-) -> SlabLayout:
-    header = memoryview(slab.content)[: slab.digests.header_bytes]
+def layout_of(rows: CacheRows, band: int, slab: EncodedSlab) -> SlabLayout:
+    """Verify and read the header of a slab as that of a band of these rows."""
     return read_layout(
-        header,
+        memoryview(slab.content)[: slab.digests.header_bytes],
         slab.digests,
-        counts,
-        dtype,
-        head_dim,
-        quantization=quantization,
+        rows.counts[band],
+        rows.dtype,
+        rows.head_dim,
+        quantization=rows.quantization,
         band=band,
-        has_remainder=has_remainder,
+        has_remainder=rows.has_remainder,
+    )
+
+
+def empty_layers_like(rows: CacheRows, bands: int) -> tuple[LayerRows, ...]:
+    """Room for the first bands of these rows."""
+    plain_row_bytes = row_bytes(rows.dtype, "none", rows.head_dim)
+    return empty_layers(
+        rows.counts[:bands],
+        rows.row_bytes,
+        rows.quantization,
+        remainder_row_bytes=plain_row_bytes if rows.has_remainder else 0,
     )
 
 
@@ -39,13 +41,7 @@ def decode_slabs(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
     """Read the first slabs back into memory, and verify them there."""
     bands = len(slabs)
     counts = rows.counts[:bands]
-    plain_row_bytes = row_bytes(rows.dtype, "none", rows.head_dim)
-    layers = empty_layers(
-        counts,
-        rows.row_bytes,
-        rows.quantization,
-        remainder_row_bytes=plain_row_bytes if rows.has_remainder else 0,
-    )
+    layers = empty_layers_like(rows, bands)
     for layer in layers:
         # Every byte must come from a slab.
         layer.k.fill(0xFF)
@@ -55,18 +51,7 @@ def decode_slabs(rows: CacheRows, slabs: list[EncodedSlab]) -> CacheRows:
             part.fill(np.nan)
         if layer.remainder is not None:
             layer.remainder.fill(0xFF)
-    layouts = {
-        band: slab_layout(
-            slab,
-            counts[band],
-            rows.dtype,
-            rows.head_dim,
-            rows.quantization,
-            band,
-            has_remainder=rows.has_remainder,
-        )
-        for band, slab in enumerate(slabs)
-    }
+    layouts = {band: layout_of(rows, band, slab) for band, slab in enumerate(slabs)}
     parts = layer_parts(counts, layers, range(bands))
     digests = {part: PartDigest(sum(part.sizes)) for part in parts}
     # Ranges may arrive in any order.

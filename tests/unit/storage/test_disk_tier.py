@@ -29,7 +29,7 @@ from ...support.stores import TENANT, Stores
 
 pytestmark = pytest.mark.anyio
 
-ROWS = random_rows()
+ROWS = random_rows(remainder=True)
 FACTS = facts_for(ROWS)
 CHUNK_BYTES = 1000
 CONTENT = content_of(4 * CHUNK_BYTES + 304)

@@ -26,7 +26,7 @@ from ...support.stores import Stores
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
 NUM_LAYERS = 6
-ROWS = random_rows(num_layers=NUM_LAYERS, rows_max=9)
+ROWS = random_rows(num_layers=NUM_LAYERS, rows_max=9, remainder=True)
 FACTS = facts_for(ROWS)
 FIRST = 0.1
 FIRST_BANDS = RATIOS.index(FIRST) + 1
@@ -297,7 +297,7 @@ async def test_a_generation_that_goes_away_is_replaced_only_before_anything_was_
     stores: Stores, name: str
 ) -> None:
     old = await _committed(stores)
-    rebuilt = random_rows(5, counts=ROWS.counts)
+    rebuilt = random_rows(5, counts=ROWS.counts, remainder=True)
 
     async def rebuild() -> None:
         await stores.build(rebuilt, FACTS)

@@ -23,7 +23,7 @@ from ...support.stores import TENANT, Stores, files_below
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("retries_do_not_wait")]
 
-ROWS = random_rows()
+ROWS = random_rows(remainder=True)
 FACTS = facts_for(ROWS)
 
 
@@ -92,7 +92,7 @@ async def test_swapped_slabs_are_seen(stores: Stores) -> None:
 async def test_files_of_another_context_are_seen(stores: Stores, names: list[str]) -> None:
     cache = await _committed(stores)
     # The same counts, so that every file has the same size.
-    foreign_rows = random_rows(99, counts=ROWS.counts)
+    foreign_rows = random_rows(99, counts=ROWS.counts, remainder=True)
     foreign_facts = facts_for(foreign_rows, token_ids_digest="foreign")
     await stores.register(foreign_facts, "ctx_02")
     foreign = await stores.build(foreign_rows, foreign_facts)
@@ -103,7 +103,7 @@ async def test_files_of_another_context_are_seen(stores: Stores, names: list[str
 
 async def test_field_17_files_of_an_old_generation_are_seen(stores: Stores) -> None:
     old = await _committed(stores)
-    rebuilt = random_rows(5, counts=ROWS.counts)
+    rebuilt = random_rows(5, counts=ROWS.counts, remainder=True)
     lease = await stores.lease(FACTS)
     await stores.leases.release(lease)
     cache = await stores.build(rebuilt, FACTS)

@@ -4,27 +4,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep_storage import range_plan
-from kvkeep_storage.artifact import CacheDtype, CacheRows
-from kvkeep_storage.layer_parts import LayerPart, empty_layers, layer_parts
+from kvkeep_storage.artifact import CacheDtype, CacheRows, Quantization
+from kvkeep_storage.layer_parts import LayerPart, layer_parts
 from kvkeep_storage.range_plan import RangeRead, plan_ranges
 from kvkeep_storage.slab import encode_slab
-from kvkeep_storage.slab_layout import SlabLayout, read_layout
+from kvkeep_storage.slab_layout import SlabLayout
 
 from ...support.caches import random_rows
+from ...support.slabs import empty_layers_like, layout_of
 
 SMALL = 64
 
 
 def _planned(rows: CacheRows, bands: range) -> tuple[dict[int, SlabLayout], list[LayerPart]]:
-    layouts = {}
-    for band in bands:
-        slab = encode_slab(rows, band)
-        header = memoryview(slab.content)[: slab.digests.header_bytes]
-        layouts[band] = read_layout(
-            header, slab.digests, rows.counts[band], rows.dtype, rows.head_dim
-        )
-    counts = rows.counts[: bands.stop]
-    return layouts, layer_parts(counts, empty_layers(counts, rows.row_bytes), bands)
+    layouts = {band: layout_of(rows, band, encode_slab(rows, band)) for band in bands}
+    layers = empty_layers_like(rows, bands.stop)
+    return layouts, layer_parts(rows.counts[: bands.stop], layers, bands)
 
 
 def _reads(layouts: dict[int, SlabLayout], parts: list[LayerPart]) -> list[RangeRead]:
@@ -40,11 +35,25 @@ def _bytes_of(read: RangeRead) -> set[tuple[int, int]]:
     dtype=st.sampled_from(("float32", "bfloat16", "float16")),
     num_layers=st.integers(1, 5),
     rows_max=st.integers(0, 9),
+    quantization=st.sampled_from(("none", "int4")),
+    remainder=st.booleans(),
 )
 def test_every_byte_behind_the_headers_is_read_exactly_once(
-    seed: int, dtype: CacheDtype, num_layers: int, rows_max: int
+    seed: int,
+    dtype: CacheDtype,
+    num_layers: int,
+    rows_max: int,
+    quantization: Quantization,
+    remainder: bool,
 ) -> None:
-    rows = random_rows(seed, dtype=dtype, num_layers=num_layers, rows_max=rows_max)
+    rows = random_rows(
+        seed,
+        dtype=dtype,
+        num_layers=num_layers,
+        rows_max=rows_max,
+        quantization=quantization,
+        remainder=remainder,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(range_plan, "RANGE_BYTES", SMALL)
         reads = _reads(*_planned(rows, range(3)))
@@ -59,9 +68,10 @@ def test_every_byte_behind_the_headers_is_read_exactly_once(
     assert set(found) == expected
 
 
-def test_ranges_are_neither_tiny_nor_huge(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("remainder", [False, True], ids=["", "remainder"])
+def test_ranges_are_neither_tiny_nor_huge(monkeypatch: pytest.MonkeyPatch, remainder: bool) -> None:
     monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
-    rows = random_rows(rows_max=9, num_layers=3)
+    rows = random_rows(rows_max=9, num_layers=3, remainder=remainder)
     sizes = [read.size_bytes for read in _reads(*_planned(rows, range(3)))]
     assert len(sizes) > 10
     # The last one of a slab is what is left of it.
@@ -86,11 +96,12 @@ def test_low_layers_come_first_in_every_band(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("remainder", [False, True], ids=["", "remainder"])
 def test_rows_of_a_part_are_read_in_one_run_after_all_else_of_its_band(
-    monkeypatch: pytest.MonkeyPatch, dtype: CacheDtype
+    monkeypatch: pytest.MonkeyPatch, remainder: bool, dtype: CacheDtype
 ) -> None:
     monkeypatch.setattr(range_plan, "RANGE_BYTES", SMALL)
-    rows = random_rows(rows_max=9, num_layers=5, dtype=dtype)
+    rows = random_rows(rows_max=9, num_layers=5, dtype=dtype, remainder=remainder)
     runs = plan_ranges(*_planned(rows, range(3)))
     begun: set[int] = set()
     places: dict[LayerPart, set[int]] = {}
@@ -103,6 +114,30 @@ def test_rows_of_a_part_are_read_in_one_run_after_all_else_of_its_band(
         begun.add(run[0].band)
     assert all(len(found) == 1 for found in places.values())
     assert len(runs) > 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
+def test_a_remainder_costs_no_read_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, dtype: CacheDtype, quantization: Quantization
+) -> None:
+    counts = np.full((1, 3, 2), 200, np.int32)
+    reads = []
+    for remainder in (False, True):
+        rows = random_rows(
+            counts=counts,
+            ratios=(0.1,),
+            dtype=dtype,
+            quantization=quantization,
+            remainder=remainder,
+        )
+        # What K and V of a layer take together.
+        monkeypatch.setattr(range_plan, "RANGE_BYTES", 2 * 400 * rows.row_bytes)
+        runs = plan_ranges(*_planned(rows, range(1)))
+        assert len(runs) >= 3
+        reads.append(sum(len(run) for run in runs))
+    # As many, but for what is longer by a few bytes.
+    assert reads[1] <= reads[0] + 1
 
 
 def test_a_missing_part_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvkeep_storage.layer_parts import empty_layers
 from kvkeep_storage.slab import EncodedSlab, encode_slab, tensor_names
 
 from ...support.caches import assert_equal_rows, prefix_of, random_rows
-from ...support.slabs import decode_slabs, slab_layout, with_content
+from ...support.slabs import decode_slabs, layout_of, with_content
 
 DTYPES: tuple[CacheDtype, ...] = ("float32", "bfloat16", "float16")
 
@@ -264,7 +264,7 @@ def test_field_11_a_dtype_other_than_the_manifests_is_seen_even_under_right_dige
     rows = random_rows(dtype="bfloat16")
     slab = encode_slab(rows, 0)
     with pytest.raises(Corrupt, match="BF16"):
-        slab_layout(slab, rows.counts[0], "float16", rows.head_dim)
+        layout_of(replace(rows, dtype="float16"), 0, slab)
 
 
 def _with_header(slab: EncodedSlab, text: bytes) -> EncodedSlab:
@@ -284,7 +284,7 @@ def test_a_right_digest_over_something_that_is_no_header_is_refused() -> None:
     rows = random_rows()
     forged = _with_header(encode_slab(rows, 0), b"[[")
     with pytest.raises(Corrupt, match="header"):
-        slab_layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+        layout_of(rows, 0, forged)
 
 
 @pytest.mark.parametrize("shift", [-2, 2])
@@ -292,17 +292,12 @@ def test_tensors_that_leave_a_byte_out_or_share_one_are_refused(shift: int) -> N
     rows = random_rows()
     slab = encode_slab(rows, 0)
     header = _header_of(slab)
-    slab_layout(
-        _with_header(slab, json.dumps(header, separators=(",", ":")).encode()),
-        rows.counts[0],
-        rows.dtype,
-        rows.head_dim,
-    )
+    layout_of(rows, 0, _with_header(slab, json.dumps(header, separators=(",", ":")).encode()))
     offsets = header[tensor_names(1)[2]]["data_offsets"]
     offsets[:] = [offset + shift for offset in offsets]
     forged = _with_header(slab, json.dumps(header, separators=(",", ":")).encode())
     with pytest.raises(Corrupt, match="begins at byte"):
-        slab_layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+        layout_of(rows, 0, forged)
 
 
 def test_a_tensor_of_another_length_than_its_shape_is_refused() -> None:
@@ -312,7 +307,7 @@ def test_a_tensor_of_another_length_than_its_shape_is_refused() -> None:
     header[tensor_names(1)[2]]["data_offsets"][1] -= 2
     forged = _with_header(slab, json.dumps(header, separators=(",", ":")).encode())
     with pytest.raises(Corrupt, match="are not BF16"):
-        slab_layout(forged, rows.counts[0], rows.dtype, rows.head_dim)
+        layout_of(rows, 0, forged)
 
 
 def test_tensors_that_end_before_the_file_does_are_refused() -> None:
@@ -320,7 +315,7 @@ def test_tensors_that_end_before_the_file_does_are_refused() -> None:
     slab = encode_slab(rows, 0)
     longer = EncodedSlab(slab.content, replace(slab.digests, size_bytes=len(slab.content) + 4))
     with pytest.raises(Corrupt, match="tensors end"):
-        slab_layout(longer, rows.counts[0], rows.dtype, rows.head_dim)
+        layout_of(rows, 0, longer)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,7 +20,7 @@ from ...support.stores import TENANT, Stores, files_below
 
 pytestmark = pytest.mark.anyio
 
-ROWS = random_rows()
+ROWS = random_rows(remainder=True)
 FACTS = facts_for(ROWS)
 
 
