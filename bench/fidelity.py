@@ -21,11 +21,12 @@ import torch
 
 from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.config import Settings
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens, Progress, build
+from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.fidelity import LEAD_TOKENS, SPAN_TOKENS, sample_of
 from kvkeep_service.engine.model import LanguageModel, load_model
 from kvkeep_service.engine.passes import QuestionPass
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.plan import BANDS, band_ratios
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts, chunk_tokens
 
@@ -116,7 +117,11 @@ def built(
 ) -> BuiltCache:
     """Run one build to its end; without ``prompts`` everything is kept."""
     chunk = chunk_tokens("local", document.num_tokens, model.shape.max_positions)
-    policy = None if prompts is None else KVzip(prompts, scoring="local", chunk_tokens=chunk)
+    policy = (
+        None
+        if prompts is None
+        else KVzip(prompts, scoring="local", chunk_tokens=chunk, remainder=True)
+    )
     steps: Generator[Progress, None, BuiltCache] = build(
         model, document, policy=policy, ratios=ratios, repeat_prompt=prompt
     )
@@ -153,7 +158,7 @@ def losses(
     found = []
     for chain in samples:
         ids = torch.tensor([*prompt, *chain])
-        tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+        tail = Tail(model.shape, dtype=model.dtype, device=model.device, num_lead=view.num_lead)
         tail.reserve(len(ids) - 1)
         positions = torch.arange(view.num_tokens, view.num_tokens + len(ids) - 1)[None]
         hidden = model.hidden(ids[None, :-1], positions, QuestionPass(view, tail))[0]

@@ -18,9 +18,10 @@ from torch import Tensor
 from kvkeep_kernels.layout import CodeKind, ContextRows, RaggedKV
 from kvkeep_kernels.quantize import channel_mean, quantize_kv
 from kvkeep_service.config import load_settings
-from kvkeep_service.engine.build import DocumentTokens, build
+from kvkeep_service.engine.build import build
 from kvkeep_service.engine.cache import ContextView, ResidentContext, Tail
 from kvkeep_service.engine.passes import QuestionPass
+from kvkeep_service.engine.prefill import DocumentTokens
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "alice.txt"
 
@@ -55,7 +56,7 @@ class Measured:
     def log_probabilities(self, view: ContextView, ids: Tensor) -> Tensor:
         """Of the whole vocabulary at every one of ``ids`` [1, tokens], read after the document."""
         model = self._engine.loaded.language_model
-        tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+        tail = Tail(model.shape, dtype=model.dtype, device=model.device, num_lead=view.num_lead)
         tail.reserve(ids.shape[1])
         positions = torch.arange(view.num_tokens, view.num_tokens + ids.shape[1])[None]
         hidden = model.hidden(ids, positions, QuestionPass(view, tail))

@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from kvkeep_service.config import load_settings
 from kvkeep_service.engine.architecture import check_supported
 from kvkeep_service.engine.attention import ATTENTION_NAME
-from kvkeep_service.engine.build import DocumentTokens, prefill
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens, prefill
 from kvkeep_service.policies.kvzip import CHUNK_TOKENS, KVzip, RepeatPrompts, chunk_tokens
 from kvkeep_service.ports import Scoring
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens, Progress, build
+from kvkeep_service.engine.build import BuiltCache, Progress, build
 from kvkeep_service.engine.builds import BuildTask
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.engine.scheduler import Scheduler
 from kvkeep_service.policies.kvzip import KVzip
 

@@ -59,7 +59,11 @@ class EngineSide:
     def policy(self, scoring: Scoring, chunk_tokens: int, neighbours: int = 0) -> KVzip:
         """A policy with another chunk than the server's own."""
         return KVzip(
-            self._prompts, scoring=scoring, chunk_tokens=chunk_tokens, neighbours=neighbours
+            self._prompts,
+            scoring=scoring,
+            chunk_tokens=chunk_tokens,
+            neighbours=neighbours,
+            remainder=True,
         )
 
     def build(

@@ -9,9 +9,10 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy, prefill
+from kvkeep_service.engine.build import ScoringPolicy
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel, LoadedModel
+from kvkeep_service.engine.prefill import DocumentTokens, prefill
 from kvkeep_service.errors import InvalidRequest
 from kvkeep_service.plan import Planner
 from kvkeep_service.policies.choose import MIN_DOCUMENT_TOKENS

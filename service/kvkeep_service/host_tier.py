@@ -153,8 +153,7 @@ def pinned_memory(num_bytes: int) -> memoryview:
 
 def moved(context: ResidentContext, device: torch.device) -> ResidentContext:
     """The same cache with its tensors on a device; blocks until they are there."""
-    layers = tuple(_changed(layer, lambda tensor: tensor.to(device)) for layer in context.layers)
-    return _with_layers(context, layers)
+    return _elsewhere(context, lambda tensor: tensor.to(device))
 
 
 def _tensors(part: ContextRows | Placement) -> Mapping[str, Tensor]:
@@ -173,7 +172,8 @@ def _changed(layer: ContextRows, change: Callable[[Tensor], Tensor]) -> ContextR
 def _size_of(context: ResidentContext) -> int:
     parts: list[ContextRows | Placement] = list(context.layers)
     parts += [layer.placement for layer in context.layers if layer.placement is not None]
-    return sum(_aligned(tensor.nbytes) for part in parts for tensor in _tensors(part).values())
+    tensors = [tensor for part in parts for tensor in _tensors(part).values()]
+    return sum(_aligned(tensor.nbytes) for tensor in (*tensors, *(context.remainders or ())))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -190,16 +190,17 @@ def _copied(context: ResidentContext, allocate: Allocate) -> ResidentContext:
         used_bytes += _aligned(tensor.nbytes)
         return place.view(tensor.shape).copy_(tensor)
 
-    layers = tuple(_changed(layer, copy) for layer in context.layers)
-    return _with_layers(context, layers)
+    return _elsewhere(context, copy)
 
 
-def _with_layers(context: ResidentContext, layers: tuple[ContextRows, ...]) -> ResidentContext:
+def _elsewhere(context: ResidentContext, change: Callable[[Tensor], Tensor]) -> ResidentContext:
     """The same cache, whole by now, in other buffers."""
+    remainders = context.remainders
     return ResidentContext(
-        layers,
+        tuple(_changed(layer, change) for layer in context.layers),
         context.counts,
         context.ratios,
         context.num_tokens,
         generation=context.generation,
+        remainders=None if remainders is None else tuple(change(own) for own in remainders),
     )

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.budget import LOSSY_BELOW, RATIO_MIN, ratio_of_tokens
-from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
+from kvkeep_service.engine.build import ScoringPolicy
 from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.errors import BuildMismatch, DocumentTooLong, InvalidRequest
 from kvkeep_service.policies.choose import PolicyChoice
 from kvkeep_service.policies.head_scores import HeadScores
@@ -143,6 +144,7 @@ class Planner:
             quantization=_stored_quantization(body.quantization),
             normalization=_stored_normalization(body.normalization),
             neighbours=body.neighbours,
+            remainder=body.remainder,
             max_loss=body.max_loss,
             allow_lossy=body.ratio_from is not None and body.ratio_from < LOSSY_BELOW,
         )

@@ -53,6 +53,7 @@ class CompressionSpec:
     ``allow_lossy`` says whether either may come to a ratio at which answers suffer.
     ``normalization``: what scores are multiplied by; it and ``scoring`` are KVzip's alone.
     ``neighbours``: chunks on each side of its own that local scoring sees.
+    ``remainder``: whether one row per head stands for those that KVzip evicts.
     ``quantization``: what the numbers of what is kept become; "none" leaves them as they are.
     """
 
@@ -62,6 +63,7 @@ class CompressionSpec:
     quantization: Quantization = "none"
     normalization: Normalization = "none"
     neighbours: int = 0
+    remainder: bool = True
     tokens: int | None = None
     allow_lossy: bool = False
     max_loss: float | None = None

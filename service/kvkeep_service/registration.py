@@ -198,6 +198,7 @@ def _body(wanted: Registration, prepared: Prepared) -> DocumentBody:
         quantization=wanted.compression.quantization,
         normalization=wanted.compression.normalization,
         neighbours=wanted.compression.neighbours,
+        remainder=wanted.compression.remainder,
         max_loss=wanted.compression.max_loss,
         ratio_from=prepared.candidates[0] if prepared.candidates else None,
     )

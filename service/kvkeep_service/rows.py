@@ -30,6 +30,7 @@ _TORCH = {name: dtype for dtype, name in _DTYPES.items()}
 def to_store(built: BuiltCache) -> CacheRows:
     """Rows of a finished build as the store takes them; on a CPU the buffers are shared."""
     context, selection = built.context, built.selection
+    remainders = context.remainders or (None,) * len(context.layers)
     first = context.layers[0]
     counts = selection.counts.numpy()
     # What a layer with a window sees is never evicted either.
@@ -43,8 +44,16 @@ def to_store(built: BuiltCache) -> CacheRows:
         counts=counts,
         protected=protected,
         layers=tuple(
-            LayerRows(_bytes_of(layer.k), _bytes_of(layer.v), _int32(positions), _scales(layer))
-            for layer, positions in zip(context.layers, selection.positions, strict=True)
+            LayerRows(
+                _bytes_of(layer.k),
+                _bytes_of(layer.v),
+                _int32(positions),
+                _scales(layer),
+                None if remainder is None else _bytes_of(remainder.flatten(3)),
+            )
+            for layer, positions, remainder in zip(
+                context.layers, selection.positions, remainders, strict=True
+            )
         ),
         quantization=_quantization(first),
     )
@@ -93,7 +102,24 @@ def to_engine(
                 placement=placement,
             )
         )
-    return ResidentContext(tuple(layers), torch.from_numpy(rows.counts), rows.ratios, num_tokens)
+    return ResidentContext(
+        tuple(layers),
+        torch.from_numpy(rows.counts),
+        rows.ratios,
+        num_tokens,
+        remainders=_remainders(rows, device),
+    )
+
+
+def _remainders(rows: CacheRows | ArrivingRows, device: torch.device) -> tuple[Tensor, ...] | None:
+    """Per layer [bands, 2, heads, rows, head_dim]; None where a cache has none."""
+    found = []
+    for layer in rows.layers:
+        if layer.remainder is None:
+            return None
+        numbers = torch.from_numpy(layer.remainder).view(_TORCH[rows.dtype])
+        found.append(numbers.unflatten(3, (-1, rows.head_dim)).to(device))
+    return tuple(found)
 
 
 def _quantization(layer: ContextRows) -> Quantization:

@@ -8,7 +8,7 @@ A *slab* is one band on disk: one valid safetensors file, written by the library
 bf16 has no numpy type, so rows travel as raw bytes (uint8) and are never converted. Those of a
 quantised cache are codes: integers of 8 or 4 bits, or floats of 8, with scales beside them.
 
-A *remainder* is one more row of each head: what stands for all rows that a ratio evicts. Each
+A *remainder* is a few more rows of each head: what stands for all rows that a ratio evicts. Each
 band has its own, since it is another one for each ratio, and of those only one is ever looked at.
 """
 
@@ -78,8 +78,8 @@ class LayerRows:
 
     Shapes: k, v uint8 [rows, row_bytes], C-contiguous; position int32 [rows], the original
     token position of each row. ``scales`` with quantised rows only. remainder uint8
-    [bands, 2, heads, plain_row_bytes], K then V of what stands for the rows that bands 0..i leave
-    out: C-contiguous, and in the model's dtype whatever the rows are in.
+    [bands, 2, heads, remainder_rows * plain_row_bytes], K then V of what stands for the rows that
+    bands 0..i leave out: C-contiguous, and in the model's dtype whatever the rows are in.
     """
 
     k: RowBytes
@@ -133,6 +133,15 @@ class CacheRows:
     def row_bytes(self) -> int:
         """Size of one row's K, and of its V, without their scales."""
         return row_bytes(self.dtype, self.quantization, self.head_dim)
+
+    @property
+    def remainder_rows(self) -> int:
+        """Rows of each head's remainder, 0 without one: as many in every layer."""
+        remainder = self.layers[0].remainder
+        if remainder is None or not remainder.ndim:
+            return 0
+        width: int = remainder.shape[-1]
+        return width // row_bytes(self.dtype, "none", self.head_dim)
 
     @property
     def has_remainder(self) -> bool:
@@ -224,7 +233,8 @@ def _check_remainder(rows: CacheRows, index: int, layer: LayerRows) -> None:
     if part is None:
         return
     plain_row_bytes = row_bytes(rows.dtype, "none", rows.head_dim)
-    expected = (len(rows.ratios), 2, rows.num_kv_heads, plain_row_bytes)
+    count = rows.remainder_rows
+    expected = (len(rows.ratios), 2, rows.num_kv_heads, max(1, count) * plain_row_bytes)
     if part.dtype != np.uint8 or part.shape != expected or not part.flags.c_contiguous:
         raise Invalid(name, f"contiguous uint8 {expected} expected, not {_described(part)}")
 

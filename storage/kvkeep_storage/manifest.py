@@ -155,9 +155,8 @@ class Manifest(BaseModel):
         if rows.quantization != facts.fingerprint.quantization:
             wanted = facts.fingerprint.quantization
             raise Invalid("quantization", f"rows of {rows.quantization!r}, {wanted!r} was promised")
-        if rows.has_remainder != _has_remainder(facts.fingerprint):
-            found, promised = ("one", "none") if rows.has_remainder else ("none", "one")
-            raise Invalid("remainder", f"{found} in the rows, {promised} was promised")
+        if rows.remainder_rows != (promised := _remainder_rows(facts.fingerprint)):
+            raise Invalid("remainder", f"{rows.remainder_rows} rows, {promised} were promised")
         for index, layer in enumerate(rows.layers):
             if (layer.position >= facts.tokens_total).any():
                 name = f"layers.{index:03d}.position"
@@ -230,8 +229,13 @@ class Manifest(BaseModel):
 
     @property
     def has_remainder(self) -> bool:
-        """Whether every band has remainders. Raises: Invalid for a fit that makes no sense."""
-        return _has_remainder(self.fingerprint)
+        """Whether every band has remainders. Raises: as ``remainder_rows``."""
+        return self.remainder_rows > 0
+
+    @property
+    def remainder_rows(self) -> int:
+        """Rows of each head's remainder, 0 without. Raises: Invalid for what is no number."""
+        return _remainder_rows(self.fingerprint)
 
     @property
     def quantization(self) -> Quantization:
@@ -271,19 +275,19 @@ def _quantization(fingerprint: Fingerprint) -> Quantization:
             raise Invalid("quantization", f"{unknown!r} is not known")
 
 
-def _has_remainder(fingerprint: Fingerprint) -> bool:
-    """The policy's parameters name the version of the fit that made them."""
+def _remainder_rows(fingerprint: Fingerprint) -> int:
+    """The policy's parameters say how many rows stand for the evicted ones of a head."""
     match fingerprint.policy_parameters.get("remainder"):
         case None:
-            return False
-        case int(version) if version >= 1:
-            return True
+            return 0
+        case int(rows) if rows >= 1:
+            return rows
         case unknown:
-            raise Invalid("remainder", f"must be the version of a fit, not {unknown!r}")
+            raise Invalid("remainder", f"must be a number of rows, not {unknown!r}")
 
 
 def _schema_version(fingerprint: Fingerprint, fidelity: Fidelity | None) -> int:
-    if _has_remainder(fingerprint):
+    if _remainder_rows(fingerprint):
         return _WITH_REMAINDER
     return SCHEMA_VERSIONS[_quantization(fingerprint)] if fidelity is None else _WITH_FIDELITY
 

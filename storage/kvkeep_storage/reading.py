@@ -63,7 +63,7 @@ class Reading:
                 manifest.row_bytes,
                 manifest.quantization,
                 cleared_ahead(room_for),
-                remainder_row_bytes=manifest.plain_row_bytes if manifest.has_remainder else 0,
+                remainder_row_bytes=manifest.plain_row_bytes * manifest.remainder_rows,
             ),
             manifest.quantization,
         )
@@ -117,7 +117,7 @@ class Reading:
                 manifest.head_dim,
                 quantization=manifest.quantization,
                 band=band,
-                has_remainder=manifest.has_remainder,
+                remainder_rows=manifest.remainder_rows,
             )
         except Corrupt as error:
             raise _within(name, error) from error

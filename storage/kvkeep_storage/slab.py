@@ -165,11 +165,15 @@ def _serialize(tensors: dict[str, _Part], rows: CacheRows) -> bytes:
         is_plain = _is_plain(array, rows, name)
         specs[name] = TensorSpec(
             dtype=rows.dtype if is_plain else array.dtype.name,
-            shape=[array.shape[0], rows.head_dim] if is_plain else list(array.shape),
+            shape=_plain_shape(array, rows) if is_plain else list(array.shape),
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
         )
     return serialize(specs, SLAB_FORMAT)
+
+
+def _plain_shape(array: _Part, rows: CacheRows) -> list[int]:
+    return [array.shape[0], array.shape[1] // ITEM_BYTES[rows.dtype]]
 
 
 def _is_plain(part: _Part, rows: CacheRows, name: str) -> bool:

@@ -39,7 +39,7 @@ def read_layout(
     *,
     quantization: Quantization = "none",
     band: int = 0,
-    has_remainder: bool = False,
+    remainder_rows: int = 0,
 ) -> SlabLayout:
     """Verify a slab's header and find its tensors, which leave no byte of the file out.
 
@@ -55,7 +55,7 @@ def read_layout(
     starts = []
     spans = []
     for layer, rows in enumerate(counts.sum(axis=1).tolist()):
-        names = tensor_names(layer, quantization, band, has_remainder=has_remainder)
+        names = tensor_names(layer, quantization, band, has_remainder=remainder_rows > 0)
         shapes: list[tuple[str, tuple[int, ...]]] = [("I32", (heads,)), ("I32", (rows,))]
         if quantization == "none":
             shapes += [(_DTYPE_NAMES[dtype], (rows, head_dim))] * 2
@@ -64,8 +64,8 @@ def read_layout(
             shapes += [("F16", (rows,))] * len(SCALE_NAMES[quantization])
         if quantization == "int4" and band == 0:
             shapes.append(("F16", (heads, head_dim)))
-        if has_remainder:
-            shapes += [(_DTYPE_NAMES[dtype], (heads, head_dim))] * 2
+        if remainder_rows:
+            shapes += [(_DTYPE_NAMES[dtype], (heads, remainder_rows * head_dim))] * 2
         found_here = [
             _span(tensors, name, *shape) for name, shape in zip(names, shapes, strict=True)
         ]

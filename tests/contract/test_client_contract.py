@@ -69,6 +69,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         quantization="int8",
         normalization="kvzip_plus",
         neighbours=0,
+        remainder=False,
         expires_after=ExpiresAfter(60),
     )
     assert calls.CreateOptions.__annotations__.keys() - _sent(call) == {
@@ -81,6 +82,7 @@ def test_the_server_takes_every_option_that_the_client_offers() -> None:
         "quantization",
         "normalization",
         "neighbours",
+        "remainder",
     }
     ContextCreate.model_validate_json(call.body or b"")
 

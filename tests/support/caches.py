@@ -46,6 +46,9 @@ def a_fingerprint(**changes: Any) -> Fingerprint:
     return replace(plain, **changes)
 
 
+REMAINDER_ROWS = 2
+
+
 def random_rows(
     seed: int = 0,
     *,
@@ -71,7 +74,7 @@ def random_rows(
         for layer in range(counts.shape[1])
     )
     if remainder:
-        shape = (len(ratios), 2, counts.shape[2], head_dim)
+        shape = (len(ratios), 2, counts.shape[2], REMAINDER_ROWS * head_dim)
         layers = tuple(
             replace(layer, remainder=_random_numbers(rng, shape, dtype)) for layer in layers
         )
@@ -94,7 +97,7 @@ def facts_for(
         **fingerprint,
     )
     if rows.has_remainder:
-        parameters = {**identity.policy_parameters, "remainder": 1}
+        parameters = {**identity.policy_parameters, "remainder": rows.remainder_rows}
         identity = replace(identity, policy_parameters=parameters)
     return ManifestFacts(
         fingerprint=identity,

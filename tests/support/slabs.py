@@ -22,7 +22,7 @@ def layout_of(rows: CacheRows, band: int, slab: EncodedSlab) -> SlabLayout:
         rows.head_dim,
         quantization=rows.quantization,
         band=band,
-        has_remainder=rows.has_remainder,
+        remainder_rows=rows.remainder_rows,
     )
 
 
@@ -33,7 +33,7 @@ def empty_layers_like(rows: CacheRows, bands: int) -> tuple[LayerRows, ...]:
         rows.counts[:bands],
         rows.row_bytes,
         rows.quantization,
-        remainder_row_bytes=plain_row_bytes if rows.has_remainder else 0,
+        remainder_row_bytes=plain_row_bytes * rows.remainder_rows,
     )
 
 

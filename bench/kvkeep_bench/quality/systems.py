@@ -10,6 +10,8 @@ RATIOS = (0.5, 0.3, 0.2, 0.1)
 FULL = "full"
 EXACT = "kvzip exact"
 LOCAL = "kvzip local"
+NO_REMAINDER = ", no remainder"
+"""Evicted rows are gone, as published."""
 KVPRESS = "kvpress KVzip"
 BASELINES: tuple[PolicyName, ...] = ("expected_attention", "snapkv", "streaming", "random")
 """Policies that KVzip is compared with. Whole heads need a calibration of the model."""
@@ -37,6 +39,8 @@ def _all() -> Mapping[str, System]:
         System(FULL, PLAIN, (1.0,)),
         _ours(EXACT, CompressionSpec(scoring="exact")),
         _ours(LOCAL, CompressionSpec(scoring="local")),
+        _ours(EXACT + NO_REMAINDER, CompressionSpec(scoring="exact", remainder=False)),
+        _ours(LOCAL + NO_REMAINDER, CompressionSpec(scoring="local", remainder=False)),
         _ours("kvzip+ local", CompressionSpec(scoring="local", normalization="kvzip_plus")),
         _ours("kvzip local, int8", CompressionSpec(scoring="local", quantization="int8")),
         _ours("kvzip local, int4", CompressionSpec(scoring="local", quantization="int4")),

@@ -6,10 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvkeep_bench.quality.records import Record
-from kvkeep_bench.quality.systems import EXACT, FULL, KVPRESS, LOCAL
+from kvkeep_bench.quality.systems import EXACT, FULL, KVPRESS, LOCAL, NO_REMAINDER
 
 _Z95 = 1.96
-_RIVALS = {LOCAL: (EXACT, KVPRESS), EXACT: (KVPRESS,)}
+_RIVALS = {
+    LOCAL: (LOCAL + NO_REMAINDER, EXACT, KVPRESS),
+    EXACT: (EXACT + NO_REMAINDER, KVPRESS),
+    LOCAL + NO_REMAINDER: (EXACT + NO_REMAINDER, KVPRESS),
+    EXACT + NO_REMAINDER: (KVPRESS,),
+}
 """What a system is compared with at the same ratio."""
 Cell = tuple[str, str, float]
 """Suite, system, ratio."""

@@ -42,7 +42,8 @@ class CreateOptions(TypedDict, total=False):
     with ``allow_lossy``. With "auto" it is the smallest stored one that loses at most ``max_loss``
     nats per token. ``tokens`` is, instead, how many tokens each head keeps on average.
     ``normalization`` is what scores are multiplied by. ``neighbours``, 0 to 4, are the chunks that
-    local scoring sees on each side of the one it scores.
+    local scoring sees on each side of the one it scores. ``remainder`` False leaves out the rows
+    that stand for evicted ones.
     ``quantization`` is what numbers that are kept become: 8 bits, 4, or "none" what they were.
     ``protect`` has half-open character spans of the document that are never evicted.
     ``expires_after`` None means never; left out, the server's default holds.
@@ -62,6 +63,7 @@ class CreateOptions(TypedDict, total=False):
     quantization: Literal["none", "int8", "int4", "fp8"]
     normalization: Literal["none", "kvzip_plus"]
     neighbours: int
+    remainder: bool
     expires_after: ExpiresAfter | None
 
 
@@ -119,6 +121,7 @@ _COMPRESSION = (
     "quantization",
     "normalization",
     "neighbours",
+    "remainder",
 )
 # Options that the API has in another form.
 _SHAPED = ("protect", "expires_after")

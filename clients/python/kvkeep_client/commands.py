@@ -105,6 +105,9 @@ def put(
         Normalization,
         typer.Option(help="What scores count by: attention, or also what it adds (kvzip_plus)."),
     ] = Normalization.NONE,
+    remainder: Annotated[
+        bool, typer.Option(help="Whether a few rows of each head stand for those evicted.")
+    ] = True,
     protect: Annotated[
         list[str] | None,
         typer.Option(
@@ -147,6 +150,7 @@ def put(
         "neighbours": neighbours,
         "quantization": quantization.value,
         "normalization": normalization.value,
+        "remainder": remainder,
     }
     if expires_after is not None:
         options["expires_after"] = expiry(expires_after)

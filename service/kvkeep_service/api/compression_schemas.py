@@ -42,6 +42,8 @@ class Compression(Strict):
     """Scoring "exact" is KVzip as published, "local" its linear-time variant; "auto" is local."""
     normalization: Literal["none", "kvzip_plus"] = "none"
     """With "kvzip_plus" attention is weighed by what values add to the hidden state."""
+    remainder: bool = True
+    """Whether four rows of each head stand for those that kvzip evicts; false: as published."""
     quantization: Quantization = "none"
     """Numbers are kept as they are, or in 8 ("int8", "fp8") or 4 bits with a scale for each row."""
 
@@ -60,6 +62,7 @@ class Compression(Strict):
             quantization=self.quantization,
             normalization=self.normalization,
             neighbours=self.neighbours,
+            remainder=self.remainder,
             tokens=self.tokens,
             allow_lossy=self.allow_lossy,
             max_loss=self._max_loss(),
@@ -71,6 +74,7 @@ class Compression(Strict):
             ("scoring", self.scoring, "auto"),
             ("normalization", self.normalization, "none"),
             ("neighbours", self.neighbours, 0),
+            ("remainder", self.remainder, True),
         ):
             if value != usual:
                 raise InvalidRequest(

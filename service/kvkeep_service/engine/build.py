@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.attention import dense_prefill
 from kvkeep_kernels.compaction import Selection, keep_all, select
 from kvkeep_kernels.layout import ContextRows
 from kvkeep_service.auto_ratio import AutoRatio
@@ -23,15 +22,10 @@ from kvkeep_service.engine.checking import check
 from kvkeep_service.engine.fidelity import Meter, sample_of
 from kvkeep_service.engine.gathering import kept_rows
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens, PrefillWatcher, prefill
+from kvkeep_service.engine.remainders import QuerySample, Remainders, fit
 from kvkeep_service.engine.windows import with_windows
 from kvkeep_service.ports import Fidelity, Quantization
-
-SLICE_TOKENS = 576
-"""Most tokens that go through a layer at a time.
-
-A work item is one slice in one layer, which bounds how long a running answer waits for a build;
-shorter slices keep several threads less busy. A chunk of 1,024 and what asks to repeat it are two.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +34,6 @@ class Progress:
 
     stage: str
     fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentTokens:
-    """A document as the model sees it.
-
-    prefix_ids come before it and are never evicted; protected marks the document's own tokens
-    (bool [document tokens]) that must stay too.
-    """
-
-    prefix_ids: Sequence[int]
-    ids: Sequence[int]
-    protected: Tensor
-
-    @property
-    def num_prefix(self) -> int:
-        """Tokens before the document."""
-        return len(self.prefix_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """N: prefix and document; the position at which questions start."""
-        return len(self.prefix_ids) + len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +55,6 @@ class BuiltCache:
 Parameters = Mapping[str, str | int | float]
 
 
-class PrefillWatcher(Protocol):
-    """What a policy keeps of the queries of the prefill, to need no pass of its own."""
-
-    def see_queries(self, layer: int, first: int, q: Tensor, scale: float) -> None:
-        """Take one slice's rotated queries in one layer, in the order of positions.
-
-        Shapes: q [num_q_heads, tokens, head_dim], of the tokens from ``first`` on; ``scale`` is
-            what the layer multiplies logits by. Layers that do not evict are not shown. Modifies
-            the watcher only.
-        """
-        ...
-
-
 class ScoringPolicy(Protocol):
     """A rule that says how much each document token matters to each head; serves one build.
 
@@ -115,8 +73,13 @@ class ScoringPolicy(Protocol):
         ...
 
     @property
+    def sample(self) -> QuerySample | None:
+        """Queries of its pass, once it has scored, to fit remainders to; None for no remainders."""
+        ...
+
+    @property
     def parameters(self) -> Parameters:
-        """What else decides the scores; with name and version, part of the cache's identity."""
+        """What else decides the cache; with name and version, part of its identity."""
         ...
 
     def score(
@@ -167,7 +130,11 @@ def build(
         cache.release(layer)
         yield Progress("compacting", 0.95 + 0.05 * (layer + 1) / shape.num_layers)
     context = ResidentContext(
-        tuple(layers), selection.counts, selection.ratios, document.num_tokens
+        tuple(layers),
+        selection.counts,
+        selection.ratios,
+        document.num_tokens,
+        remainders=checked.remainders,
     )
     timings = {
         "prefill_s": prefilled - started,
@@ -177,63 +144,6 @@ def build(
     }
     applied = policy.name if policy else "none"
     return BuiltCache(context, selection, applied, timings, checked.fidelity, checked.chosen)
-
-
-class PrefillPass:
-    """Document tokens from ``first`` on: written to the full cache, attending causally."""
-
-    def __init__(
-        self,
-        cache: FullCache,
-        first: int,
-        last_layer: int,
-        watcher: PrefillWatcher | None = None,
-    ) -> None:
-        self._cache = cache
-        self._first = first
-        self._last_layer = last_layer
-        self._watcher = watcher
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As ``AttentionPass.attend``, batch 1. Modifies the full cache."""
-        cache, window = self._cache, self._cache.window(layer)
-        if self._watcher is not None and window is None:
-            self._watcher.see_queries(layer, self._first, q[0], scale)
-        cache.write(layer, self._first, k[0], v[0])
-        if layer == self._last_layer:
-            # Nobody reads what comes of it.
-            return q
-        own = cache.visible(layer, self._first + k.shape[2])
-        return dense_prefill(q[0], own, scale=scale, window=window).out[None]
-
-
-def slices(total: int) -> list[range]:
-    """Cut ``total`` tokens into as few slices of at most ``SLICE_TOKENS`` as there can be.
-
-    They are equally long but for one token: a short one would cost more than its share.
-    """
-    count = -(-total // SLICE_TOKENS)
-    return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
-
-
-def prefill(
-    model: LanguageModel,
-    cache: FullCache,
-    document: DocumentTokens,
-    watcher: PrefillWatcher | None,
-) -> Generator[float, None, None]:
-    """Fill a cache with the whole document, yielding the fraction done after each slice."""
-    ids = torch.tensor([[*document.prefix_ids, *document.ids]])
-    last_layer = model.shape.num_layers - 1
-    for piece in slices(ids.shape[1]):
-        positions = torch.arange(piece.start, piece.stop)[None]
-        forward = model.begin(ids[:, piece.start : piece.stop], positions)
-        attention = PrefillPass(cache, piece.start, last_layer, watcher)
-        for layer in range(last_layer):
-            forward.run_layer(layer, attention)
-            yield (piece.start + len(piece) * (layer + 1) / (last_layer + 1)) / ids.shape[1]
-        forward.attend_only(last_layer, attention)
-        yield piece.stop / ids.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +207,7 @@ def _ranking(
 @dataclass(frozen=True, slots=True)
 class _Checked:
     selection: Selection
+    remainders: Remainders | None
     fidelity: Fidelity | None
     chosen: float | None
 
@@ -310,9 +221,27 @@ def _checked(
     quantization: Quantization,
     repeat_prompt: Sequence[int],
 ) -> Generator[Progress, None, _Checked]:
-    """Measure what is lost, and find the ratio where none was given."""
+    """Measure what is lost, and find the ratio where none was given.
+
+    What stands for evicted rows is fitted first: it is measured with the rest.
+    """
+    sample = ranking.policy.sample if ranking.policy else None
+
+    def remainders_of(selection: Selection) -> Generator[Progress, None, Remainders | None]:
+        if sample is None:
+            return None
+        fitting = fit(cache, selection, sample, document.num_tokens)
+        while True:
+            try:
+                next(fitting)
+            except StopIteration as finished:
+                remainders: Remainders = finished.value
+                return remainders
+            yield Progress("checking", 0.91)
+
     auto = ratios if isinstance(ratios, AutoRatio) else None
     selection = ranking.select(ratios.candidates if isinstance(ratios, AutoRatio) else ratios)
+    remainders = yield from remainders_of(selection)
     everything, num_tokens = ranking.everything(), document.num_tokens
     meter = Meter(
         model,
@@ -322,6 +251,7 @@ def _checked(
         full=lambda layer: kept_rows(cache, everything, layer, num_tokens, "none"),
         kept=lambda layer: kept_rows(cache, selection, layer, num_tokens, quantization),
         is_exact=quantization == "none",
+        remainders=remainders,
     )
     checking = check(meter, auto)
     while True:
@@ -333,7 +263,8 @@ def _checked(
         yield Progress("checking", 0.92)
     if auto is not None and chosen is not None:
         selection = ranking.select(auto.cuts(chosen))
-    return _Checked(selection, meter.fidelity(), chosen)
+        remainders = yield from remainders_of(selection)
+    return _Checked(selection, remainders, meter.fidelity(), chosen)
 
 
 class RatioMissed(RuntimeError):

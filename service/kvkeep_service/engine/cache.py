@@ -85,21 +85,30 @@ class FullCache:
 class Tail:
     """The KV of one query, or of one repeat input: private, grown by doubling, short-lived.
 
-    A forward writes every layer at ``tokens`` and then calls ``extend`` once, so a forward that
-    fails half-way leaves the tail as it was.
+    A forward writes every layer behind ``tokens`` and then calls ``extend`` once, so a forward
+    that fails half-way leaves the tail as it was. ``num_lead`` rows come before the first token's,
+    what stands for evicted rows of the context: the first forward writes them.
     """
 
-    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Start empty."""
+    def __init__(
+        self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, num_lead: int = 0
+    ) -> None:
+        """Start without a token."""
         self._shape = shape
         self._dtype, self._device = dtype, device
         self._kv = self._allocate(_MIN_CAPACITY)
+        self.num_lead = num_lead
         self.tokens = 0
 
     @property
     def size_bytes(self) -> int:
         """Bytes of its buffers, room that is not used yet included."""
         return self._kv.nbytes
+
+    @property
+    def length(self) -> int:
+        """Rows of a head: those in front, and one for each token."""
+        return self.num_lead + self.tokens
 
     @property
     def buffer(self) -> Tensor:
@@ -113,8 +122,9 @@ class Tail:
         """The rows of its first ``tokens`` tokens in a tail of its own, with room for no more."""
         copy = Tail.__new__(Tail)
         copy._shape, copy._dtype, copy._device = self._shape, self._dtype, self._device
-        copy._kv = self._kv[:, :, :, :tokens].clone(memory_format=torch.contiguous_format)
-        copy.tokens = tokens
+        rows = self.num_lead + tokens
+        copy._kv = self._kv[:, :, :, :rows].clone(memory_format=torch.contiguous_format)
+        copy.num_lead, copy.tokens = self.num_lead, tokens
         return copy
 
     def bounds(self, layer: int) -> LogitBounds:
@@ -123,17 +133,22 @@ class Tail:
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` more rows per head. Modifies capacity only."""
-        needed, capacity = self.tokens + tokens, self._kv.shape[3]
+        needed, capacity = self.length + tokens, self._kv.shape[3]
         if needed > capacity:
             grown = self._allocate(max(needed, 2 * capacity))
-            grown[:, :, :, : self.tokens] = self._kv[:, :, :, : self.tokens]
+            grown[:, :, :, : self.length] = self._kv[:, :, :, : self.length]
             self._kv = grown
+
+    def write_lead(self, layer: int, lead: DenseKV) -> None:
+        """Store the rows in front of the first token [heads, num_lead, head_dim]."""
+        self._kv[layer, 0, :, : self.num_lead] = lead.k
+        self._kv[layer, 1, :, : self.num_lead] = lead.v
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> DenseKV:
         """Store new rows [heads, tokens, head_dim] and return the whole tail with them."""
-        end = self.tokens + k.shape[1]
-        self._kv[layer, 0, :, self.tokens : end] = k
-        self._kv[layer, 1, :, self.tokens : end] = v
+        end = self.length + k.shape[1]
+        self._kv[layer, 0, :, self.length : end] = k
+        self._kv[layer, 1, :, self.length : end] = v
         return DenseKV(self._kv[layer, 0, :, :end], self._kv[layer, 1, :, :end])
 
     def extend(self, tokens: int) -> None:
@@ -146,14 +161,13 @@ class Tail:
         return self._device
 
     def rows(self, first: int) -> Tensor:
-        """Rows from token ``first`` on, as a view [layers, K and V, heads, tokens, head_dim]."""
-        return self._kv[:, :, :, first : self.tokens]
+        """Rows from number ``first`` on, as a view [layers, K and V, heads, rows, head_dim]."""
+        return self._kv[:, :, :, first : self.length]
 
     def append(self, kv: Tensor) -> None:
         """Store and count rows [layers, K and V, heads, tokens, head_dim], for which is room."""
-        end = self.tokens + kv.shape[3]
-        self._kv[:, :, :, self.tokens : end] = kv
-        self.tokens = end
+        self._kv[:, :, :, self.length : self.length + kv.shape[3]] = kv
+        self.tokens += kv.shape[3]
 
     def _allocate(self, capacity: int) -> Tensor:
         shape = self._shape
@@ -173,6 +187,7 @@ class Layers(Protocol):
 class ContextView:
     """A context at one ratio, as attention reads it: layers, and the position that follows.
 
+    ``lead``: what every tail over it begins with, per layer [heads, rows, head_dim]; or nothing.
     With ``arrival``, a layer may be read only once that lets ``wait`` return for it.
     """
 
@@ -180,6 +195,12 @@ class ContextView:
     num_tokens: int
     ratio: float
     arrival: LayerArrival | None = None
+    lead: Sequence[DenseKV] = ()
+
+    @property
+    def num_lead(self) -> int:
+        """Rows that a tail over it begins with."""
+        return self.lead[0].tokens if self.lead else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +212,8 @@ class ResidentContext:
     start, however few rows are kept. Buffers may have room for more bands than ``ratios`` names.
     ``arrival`` tells which layers are there, when they have not all come yet. ``generation``
     names the stored copy that it is; a tail belongs to the rows of one generation.
+    ``remainders``, where it has some: per layer [bands, 2, heads, rows, head_dim], a few rows
+    per band and head for what is evicted at its ratio.
     """
 
     layers: tuple[ContextRows, ...]
@@ -199,12 +222,14 @@ class ResidentContext:
     num_tokens: int
     arrival: LayerArrival | None = None
     generation: str | None = None
+    remainders: Sequence[Tensor] | None = None
     _views: dict[float, ContextView] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of K and V held in memory, with their scales."""
-        return sum(layer.size_bytes for layer in self.layers)
+        remainders = sum(own.nbytes for own in self.remainders or ())
+        return sum(layer.size_bytes for layer in self.layers) + remainders
 
     def highest_ratio(self, lowest: float, highest: float) -> float | None:
         """The highest of its ratios from ``lowest`` to ``highest``; None when there is none."""
@@ -227,5 +252,18 @@ class ResidentContext:
                 rows.truncated(length.to(rows.start.device))
                 for rows, length in zip(self.layers, lengths, strict=True)
             )
-            self._views[ratio] = ContextView(layers, self.num_tokens, ratio, self.arrival)
+            self._views[ratio] = ContextView(
+                layers, self.num_tokens, ratio, self.arrival, leads(self.remainders, band, ratio)
+            )
         return self._views[ratio]
+
+
+def leads(remainders: Sequence[Tensor] | None, band: int, ratio: float) -> tuple[DenseKV, ...]:
+    """What comes first in a tail over the rows of a band, as views.
+
+    Shapes: per layer [heads, rows, head_dim]. None of them where there are no remainders, or
+    nothing was evicted.
+    """
+    if remainders is None or ratio == 1.0:
+        return ()
+    return tuple(DenseKV(own[band, 0], own[band, 1]) for own in remainders)

@@ -72,18 +72,23 @@ class Sequence:
         self.question_ids = tuple(question_ids)
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.tail = tail or Tail(model.shape, dtype=model.dtype, device=model.device)
+        num_lead = context.num_lead
+        self.tail = tail or Tail(
+            model.shape, dtype=model.dtype, device=model.device, num_lead=num_lead
+        )
+        assert self.tail.num_lead == num_lead, "it was read over other rows"
         self.num_reused = self.tail.tokens
         assert self.num_reused < len(self.question_ids), "nothing is left to be read"
         self._options = options
-        shape, most_tokens = model.shape, len(self.question_ids) + options.max_tokens
+        shape = model.shape
+        most_rows = num_lead + len(self.question_ids) + options.max_tokens
         has_place = model.device.type == "cpu" and not shape.windows
-        self.place_rows = place_rows(most_tokens) if has_place else 0
+        self.place_rows = place_rows(most_rows) if has_place else 0
         row_bytes = (
             2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
         )
         # A tail doubles when it is full.
-        self.tail_bytes_max = row_bytes * (2 * most_tokens + self.place_rows)
+        self.tail_bytes_max = row_bytes * (2 * most_rows + self.place_rows)
         self._sampler = Sampler(options.sampling)
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, options.stop)

@@ -98,12 +98,12 @@ class DeviceStep:
             *(0 if one is None else one.generated[-1] for one in rows),
             *(0 if one is None else one.position for one in rows),
             # A row more than it has, for the token's own.
-            *(1 if one is None else one.tail.tokens + 1 for one in rows),
+            *(1 if one is None else one.tail.length + 1 for one in rows),
             *(0 for _ in rows),
         ]
         present = [one for one in rows if one is not None]
         # The kernels write by address, and would write behind a buffer.
-        has_room = (one.tail.tokens < one.tail.buffer.shape[3] for one in present)
+        has_room = (one.tail.length < one.tail.buffer.shape[3] for one in present)
         assert all(has_room), "every tail was to have room for one row more"
         described = [(one.context, one.tail, one.tail.buffer) for one in present]
         if not self._is_described(described):

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.layout import ContextRows
 from kvkeep_service.auto_ratio import cautious_losses
-from kvkeep_service.engine.cache import ContextView, Tail
+from kvkeep_service.engine.cache import ContextView, Tail, leads
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.passes import QuestionPass
 from kvkeep_service.ports import Fidelity, RatioFidelity
@@ -107,9 +107,11 @@ class Meter:
         full: Gather,
         kept: Gather,
         is_exact: bool,
+        remainders: Sequence[Tensor] | None = None,
     ) -> None:
         """``full`` gathers every row as it is, ``kept`` the selection's as they will be stored.
 
+        ``remainders``: the selection's, as in ``ResidentContext``.
         ``sample`` None: nothing can be measured. ``is_exact``: the two are the same at ratio 1,
         which then loses nothing by definition.
         """
@@ -119,6 +121,7 @@ class Meter:
         self._selection = selection
         self._full, self._kept = full, kept
         self._is_exact = is_exact
+        self._remainders = remainders
         self._reference: _Reading | None = None
         self._measured: dict[float, RatioFidelity] = {}
         # Highest first: what questions are read at by default matters most.
@@ -186,9 +189,10 @@ class Meter:
         kept = _OneLayer(self._kept)
         passes = []
         for ratio in ratios:
-            tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+            view = self._view(ratio, kept)
+            tail = Tail(model.shape, dtype=model.dtype, device=model.device, num_lead=view.num_lead)
             tail.reserve(sample.num_rows)
-            passes.append(QuestionPass(self._view(ratio, kept), tail))
+            passes.append(QuestionPass(view, tail))
         ids = torch.tensor([sample.ids[:-1]]).repeat(len(ratios), 1)
         positions = torch.arange(self._num_tokens, self._num_tokens + sample.num_rows)
         forward = model.begin(ids, positions.repeat(len(ratios), 1))
@@ -207,7 +211,8 @@ class Meter:
             return ContextView(_OneLayer(self._full), self._num_tokens, 1.0)
         band = self._selection.ratios.index(ratio)
         lengths = self._selection.counts[: band + 1].sum(dim=0, dtype=torch.int32)
-        return ContextView(_Shortened(kept, lengths), self._num_tokens, ratio)
+        lead = leads(self._remainders, band, ratio)
+        return ContextView(_Shortened(kept, lengths), self._num_tokens, ratio, lead=lead)
 
 
 @dataclass(frozen=True, slots=True)

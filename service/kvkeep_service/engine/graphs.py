@@ -104,7 +104,7 @@ class GraphOptions:
 
 def _end_of(tail: Tail) -> Tensor:
     """The last rows of a tail and the one behind them, as a view."""
-    last = tail.tokens + 1
+    last = tail.length + 1
     return tail.buffer[:, :, :, max(0, last - _COMPARED_ROWS) : last]
 
 

@@ -50,6 +50,8 @@ class QuestionPass:
         """As ``AttentionPass.attend``, batch 1. Modifies the tail."""
         if self._context.arrival is not None:
             self._context.arrival.wait(layer)
+        if self._context.lead and self._tail.tokens == 0:
+            self._tail.write_lead(layer, self._context.lead[layer])
         own, bounds = self._tail.write(layer, k[0], v[0]), self._tail.bounds(layer)
         rows = self._context.layers[layer]
         return ragged_prefill(q[0], rows, own, scale=scale, bounds=bounds)[None]

@@ -9,9 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens, build
+from kvkeep_service.engine.build import BuiltCache, build
 from kvkeep_service.engine.decode import Sequence, SequenceOptions, decode_step, prefill_question
 from kvkeep_service.engine.model import LanguageModel, LoadedModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.start_errors import ModelUnsupported
 
 _PREFIX_TOKENS, _DOCUMENT_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = 4, 20, 5, 2

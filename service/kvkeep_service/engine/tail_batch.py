@@ -20,18 +20,18 @@ _SPARE = 1.25
 """Who leaves and is followed by another one soon shall not make the copy shrink and grow."""
 
 
-def place_rows(tokens: int) -> int:
-    """Rows of a batch that a tail answers for, which may grow to so many tokens.
+def place_rows(rows: int) -> int:
+    """Rows of a batch that a tail answers for, which may grow to so many of its own.
 
     The copy has never more rows, in all its places, than those who are in it answer for: who
     reserves memory for a tail reserves so much for its place as well.
     """
-    return int(_SPARE * _rounded(tokens))
+    return int(_SPARE * _rounded(rows))
 
 
 def is_worthwhile(tails: Sequence[Tail], rows_max: int) -> bool:
     """Whether tails are many, on a CPU, about as long as each other, and fit ``rows_max``."""
-    lengths = [tail.tokens for tail in tails]
+    lengths = [tail.length for tail in tails]
     is_even = len(lengths) * max(lengths) <= _PADDING_MAX * sum(lengths)
     is_allowed = len(lengths) * _rounded(max(lengths) + 1) <= rows_max
     is_cpu = all(tail.device.type == "cpu" for tail in tails)
@@ -79,11 +79,11 @@ class TailBatch:
                 self._num_copied.append(0)
         self._fit(rows_max)
         for place, tail in enumerate(self._tails):
-            first, last = self._num_copied[place], tail.tokens
+            first, last = self._num_copied[place], tail.length
             if first < last:
                 self._kv[:, :, place, :, first:last] = tail.rows(first)
                 self._num_copied[place] = last
-        self._lengths = [tail.tokens for tail in self._tails]
+        self._lengths = [tail.length for tail in self._tails]
         self._places = torch.arange(len(self._tails))
         self._ends = torch.tensor(self._lengths)
         visible = torch.arange(max(self._lengths) + 1) <= self._ends[:, None]
@@ -133,7 +133,7 @@ class TailBatch:
 
     def _fit(self, rows_max: int) -> None:
         count = len(self._tails)
-        tokens = _rounded(max(tail.tokens for tail in self._tails) + 1)
+        tokens = _rounded(max(tail.length for tail in self._tails) + 1)
         places, room = self._kv.shape[2], self._kv.shape[4]
         if count <= places and tokens <= room and places * room <= rows_max:
             return

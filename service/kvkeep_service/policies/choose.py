@@ -6,8 +6,9 @@ same for every one of them.
 
 from dataclasses import dataclass
 
-from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy
+from kvkeep_service.engine.build import ScoringPolicy
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.errors import HeadScoresMissing
 from kvkeep_service.policies.expected_attention import ExpectedAttention
 from kvkeep_service.policies.head_scores import HeadScores
@@ -68,4 +69,5 @@ class PolicyChoice:
             chunk_tokens=chunk,
             neighbours=compression.neighbours,
             normalization=compression.normalization,
+            remainder=compression.remainder and not self.model.shape.windows,
         )

@@ -18,9 +18,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens, Parameters
+from kvkeep_service.engine.build import Parameters
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.engine.rotation import Rotation
 
 FUTURE_POSITIONS = 512
@@ -102,6 +103,7 @@ class ExpectedAttention:
     name = "expected_attention"
     version = 1
     repeats = False
+    sample = None
     parameters: ClassVar[Parameters] = {
         "future_positions": FUTURE_POSITIONS,
         "sinks": NUM_SINKS,

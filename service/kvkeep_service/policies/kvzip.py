@@ -19,10 +19,13 @@ from torch import Tensor
 
 from kvkeep_kernels.attention import attend_also, dense_prefill
 from kvkeep_kernels.layout import DenseKV
+from kvkeep_kernels.remainder import CLUSTERS
 from kvkeep_kernels.scoring import PlusFactors, chunk_max_attention
-from kvkeep_service.engine.build import DocumentTokens, Parameters, slices
+from kvkeep_service.engine.build import Parameters
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens, slices
+from kvkeep_service.engine.remainders import REMAINDER_VERSION, QuerySample
 from kvkeep_service.ports import Normalization, Scoring
 
 POLICY_VERSION = 1
@@ -100,13 +103,19 @@ class KVzip:
         chunk_tokens: int,
         neighbours: int = 0,
         normalization: Normalization = "none",
+        remainder: bool = False,
     ) -> None:
-        """``neighbours``: chunks that local scoring's forward sees on each side of its own."""
+        """``neighbours``: chunks that local scoring's forward sees on each side of its own.
+
+        ``remainder``: whether a few rows of each head stand for those that are evicted.
+        """
         self._prompts = prompts
         self._scoring: Scoring = scoring
         self._neighbours = neighbours
         self._normalization: Normalization = normalization
+        self._has_remainder = remainder
         self.chunk_tokens = chunk_tokens
+        self.sample: QuerySample | None = None
 
     @property
     def parameters(self) -> Parameters:
@@ -120,6 +129,9 @@ class KVzip:
             named["neighbours"] = self._neighbours
         if self._normalization != "none":
             named["normalization"] = self._normalization
+        if self._has_remainder:
+            named["remainder"] = CLUSTERS
+            named["remainder_version"] = REMAINDER_VERSION
         return named
 
     def score(
@@ -128,6 +140,8 @@ class KVzip:
         """As ``ScoringPolicy.score``; one work item per slice of a repeat input and layer."""
         shape, total = model.shape, len(document.ids)
         scores = torch.zeros(len(shape.evicting), shape.num_kv_heads, total, device=model.device)
+        if self._has_remainder:
+            self.sample = QuerySample(-(-total // self.chunk_tokens))
         for chunk in _chunks(total, self.chunk_tokens):
             for done in self._repeat(model, cache, document, chunk, scores):
                 yield (chunk.start + len(chunk) * done) / total
@@ -152,7 +166,10 @@ class KVzip:
             for piece in pieces
         ]
         reach = None if self._scoring == "exact" else self._neighbours * self.chunk_tokens
-        repeat = _RepeatPass(model, cache, document, chunk, reach, ids.shape[1], scores)
+        repeat = _RepeatPass(
+            model, cache, document, chunk, reach, ids.shape[1], scores, self.sample
+        )
+        sampled = self._sampled(chunk, ids.shape[1])
         num_layers = model.shape.num_layers
         for layer in range(num_layers):
             repeat.enter(layer)
@@ -161,11 +178,20 @@ class KVzip:
             for piece, forward in zip(pieces, forwards, strict=True):
                 if self._normalization == "kvzip_plus":
                     repeat.hidden_norm = _hidden_norm(forward.read_by(layer))
+                repeat.sampled = [row - piece.start for row in sampled if row in piece]
                 if layer < num_layers - 1:
                     forward.run_layer(layer, repeat)
                 else:
                     forward.attend_only(layer, repeat)
                 yield (layer + piece.stop / ids.shape[1]) / num_layers
+
+    def _sampled(self, chunk: range, num_rows: int) -> list[int]:
+        """The rows of a repeat input whose queries are kept."""
+        if self.sample is None:
+            return []
+        return self.sample.rows_of(
+            chunk.start // self.chunk_tokens, num_rows - len(chunk), num_rows
+        )
 
 
 class _RepeatPass:
@@ -184,13 +210,19 @@ class _RepeatPass:
         reach: int | None,
         num_rows: int,
         scores: Tensor,
+        sample: QuerySample | None,
     ) -> None:
-        """``reach``: document tokens attended to on each side of the chunk; None for all."""
+        """``reach``: document tokens attended to on each side of the chunk; None for all.
+
+        ``sample`` takes the queries of the rows that are ``sampled``, if any.
+        """
         shape, num_prefix = model.shape, document.num_prefix
         self.columns = range(num_prefix + chunk.start, num_prefix + chunk.stop)
         """The chunk's tokens in the cache."""
         self.value_norm: Tensor | None = None
         self.hidden_norm: Tensor | None = None
+        self.sampled: list[int] = []
+        self._sample = sample
         self._cache, self._num_prefix = cache, num_prefix
         first, last = num_prefix, document.num_tokens
         if reach is not None:
@@ -219,6 +251,8 @@ class _RepeatPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """As ``AttentionPass.attend``, batch 1. Modifies its rows and the scores."""
         self._append(k[0], v[0])
+        if self._sample is not None and self.sampled:
+            self._sample.take(layer, q[0][:, self.sampled], scale)
         own = DenseKV(self._rows[0, :, : self._end], self._rows[1, :, : self._end])
         window = self._cache.window(layer)
         attended = dense_prefill(q[0], own, scale=scale, window=window)

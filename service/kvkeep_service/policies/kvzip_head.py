@@ -12,9 +12,10 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens, Parameters
+from kvkeep_service.engine.build import Parameters
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies.head_scores import HeadScores
 
 
@@ -25,6 +26,7 @@ class KVzipHead:
     version = 1
     repeats = False
     watcher = None
+    sample = None
 
     def __init__(self, head_scores: HeadScores) -> None:
         """Take the scores of the model that will build."""

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens, Parameters
+from kvkeep_service.engine.build import Parameters
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 
 _BITS = 24
 """All that an fp32 in [0, 1) holds exactly."""
@@ -28,6 +29,7 @@ class Random:
     version = 1
     repeats = False
     watcher = None
+    sample = None
     parameters: ClassVar[Parameters] = {"generator": "philox"}
 
     def score(

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from kvkeep_kernels.scoring import row_lse
-from kvkeep_service.engine.build import DocumentTokens, Parameters
+from kvkeep_service.engine.build import Parameters
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 
 WINDOW_TOKENS = 32
 POOLED_TOKENS = 7
@@ -46,6 +47,7 @@ class SnapKV:
     name = "snapkv"
     version = 1
     repeats = False
+    sample = None
     parameters: ClassVar[Parameters] = {"window": WINDOW_TOKENS, "pooled": POOLED_TOKENS}
 
     def __init__(self) -> None:

@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens, Parameters
+from kvkeep_service.engine.build import Parameters
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 
 NUM_SINKS = 4
 
@@ -24,6 +25,7 @@ class Streaming:
     version = 1
     repeats = False
     watcher = None
+    sample = None
     parameters: ClassVar[Parameters] = {"sinks": NUM_SINKS}
 
     def score(

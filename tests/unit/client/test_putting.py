@@ -50,6 +50,7 @@ def test_put_prints_the_id_and_nothing_else(server: StandIn, run: Run, lease: Pa
             "allow_lossy": False,
             "quantization": "fp8",
             "normalization": "none",
+            "remainder": True,
         },
     }
 
@@ -129,6 +130,7 @@ def test_put_offers_what_the_api_takes(server: StandIn, run: Run, lease: Path) -
     done = run(
         *("put", str(lease), "--protect", "0:5", "--protect", "10:12", "--instructions", "Read:"),
         *("--normalization", "kvzip_plus", "--metadata", "matter=22=91", "--metadata", "a="),
+        "--no-remainder",
         *("--expires-after", "60"),
     )
     assert done.exit_code == 0
@@ -137,6 +139,7 @@ def test_put_offers_what_the_api_takes(server: StandIn, run: Run, lease: Path) -
     assert body["instructions"] == "Read:"
     assert body["metadata"] == {"matter": "22=91", "a": ""}
     assert body["compression"]["normalization"] == "kvzip_plus"
+    assert body["compression"]["remainder"] is False
     assert body["expires_after"] == {"anchor": "last_used_at", "seconds": 60}
     assert run("put", str(lease), "--expires-after", "0").exit_code == 0
     assert (server.calls("POST")[-1].body or {})["expires_after"] is None

@@ -39,7 +39,7 @@ def test_ragged_decode_equals_the_oracle(shape: dict, tails: list[int]) -> None:
     q = torch.randn(len(tails), heads * shape["group_size"], shape["head_dim"])
     out = ragged_decode(q, context, own, scale=0.3)
     torch.testing.assert_close(
-        out, reference.ragged_decode(q, context, own, scale=0.3), rtol=1e-4, atol=1e-5
+        out, reference.ragged_decode(q, context, own, scale=0.3), rtol=1e-4, atol=3e-5
     )
 
 
@@ -52,7 +52,7 @@ def test_ragged_prefill_equals_the_oracle(shape: dict, tokens: int, earlier: int
     q = torch.randn(heads * shape["group_size"], tokens, shape["head_dim"])
     out = ragged_prefill(q, context, tail, scale=0.3)
     torch.testing.assert_close(
-        out, reference.ragged_prefill(q, context, tail, scale=0.3), rtol=1e-4, atol=1e-5
+        out, reference.ragged_prefill(q, context, tail, scale=0.3), rtol=1e-4, atol=3e-5
     )
 
 

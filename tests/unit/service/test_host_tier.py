@@ -31,7 +31,8 @@ A, B, C = (CacheKey("acme", name) for name in "abc")
 def tensors_of(context: ResidentContext) -> list[Tensor]:
     parts = [*context.layers, *(layer.placement for layer in context.layers if layer.placement)]
     found = [getattr(part, item.name) for part in parts for item in fields(part)]
-    return [value for value in found if isinstance(value, Tensor)]
+    tensors = [value for value in found if isinstance(value, Tensor)]
+    return [*tensors, *(context.remainders or ())]
 
 
 SIZE_BYTES = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors_of(CONTEXT))
@@ -77,8 +78,10 @@ async def test_field_19_rows_come_back_from_the_host_bit_for_bit(
     dtype: CacheDtype, head_dim: int
 ) -> None:
     windows = [None, 40] * 8
-    given_up = to_engine(random_rows(dtype=dtype, head_dim=head_dim), 900, CPU, windows)
-    expected = to_engine(random_rows(dtype=dtype, head_dim=head_dim), 900, CPU, windows)
+    given_up, expected = (
+        to_engine(random_rows(dtype=dtype, head_dim=head_dim, remainder=True), 900, CPU, windows)
+        for _ in range(2)
+    )
     assert {layer.placement is None for layer in expected.layers} == {True, False}
     host = tier()
     await keep(host, A, given_up)
@@ -96,7 +99,7 @@ async def test_field_19_rows_come_back_from_the_host_bit_for_bit(
 async def test_field_19_rows_go_to_a_device_and_back_through_pinned_memory_bit_for_bit(
     dtype: CacheDtype,
 ) -> None:
-    rows = random_rows(dtype=dtype, head_dim=64, rows_max=3000)
+    rows = random_rows(dtype=dtype, head_dim=64, rows_max=3000, remainder=True)
     expected = to_engine(rows, 900, CPU)
     host = HostTier(10**9, pinned_memory)
     there = to_engine(rows, 900, torch.device("cuda"))

@@ -7,7 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
+from kvkeep_kernels.remainder import CLUSTERS
 from kvkeep_service.engine.model import LoadedModel
+from kvkeep_service.engine.remainders import REMAINDER_VERSION
 from kvkeep_service.errors import BuildMismatch, DocumentTooLong, HeadScoresMissing, InvalidRequest
 from kvkeep_service.plan import BANDS, Planner, band_ratios
 from kvkeep_service.policies.choose import MIN_DOCUMENT_TOKENS
@@ -101,6 +103,7 @@ def test_field_10_everything_that_changes_an_answer_changes_the_identity(
         ),
         digest(compression=CompressionSpec(neighbours=1)),
         digest(compression=CompressionSpec(neighbours=2)),
+        digest(compression=CompressionSpec(remainder=False)),
         digest(compression=CompressionSpec(quantization="int8")),
         digest(compression=CompressionSpec(quantization="int4")),
         digest(compression=CompressionSpec(quantization="fp8")),
@@ -119,7 +122,9 @@ def test_field_59_a_stored_document_is_planned_with_its_own_policy(
 ) -> None:
     planner = Planner(tiny, HeadScores(HEADS, "digest"))
     promised = planner.plan("acme", SHORT, CompressionSpec(policy=name))
-    stored = STORED.model_copy(update={"policy": name, "prefix_text": promised.prefix_text})
+    stored = STORED.model_copy(
+        update={"policy": name, "prefix_text": promised.prefix_text, "remainder": True}
+    )
     again = planner.plan_stored("acme", stored)
     assert again.fingerprint == promised.fingerprint
     assert again.policy_applied == promised.policy_applied == name
@@ -131,6 +136,12 @@ def test_a_document_of_an_older_version_has_the_identity_it_had(planner: Planner
     plan = planner.plan_stored("acme", STORED)
     assert (plan.fingerprint.policy, plan.fingerprint.policy_version) == ("kvzip", 1)
     assert plan.fingerprint.policy_parameters == {"scoring": "local", "chunk_tokens": 544}
+    newer = planner.plan_stored("acme", STORED.model_copy(update={"remainder": True})).fingerprint
+    assert newer.policy_parameters == {
+        **plan.fingerprint.policy_parameters,
+        "remainder": CLUSTERS,
+        "remainder_version": REMAINDER_VERSION,
+    }
     kept = planner.plan_stored("acme", STORED.model_copy(update={"policy": "none"})).fingerprint
     assert (kept.policy, kept.policy_version, dict(kept.policy_parameters)) == ("none", 1, {})
 

@@ -9,10 +9,11 @@ import torch
 from safetensors import safe_open
 
 from kvkeep_kernels.layout import ContextRows, Placement
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens
+from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ResidentContext
 from kvkeep_service.engine.decode import SequenceOptions
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies.kvzip import KVzip
 from kvkeep_service.rows import to_engine, to_store
 from kvkeep_service.stores import Stores
@@ -45,7 +46,8 @@ def a_build(
     protected = document.protected.clone()
     protected[100:120] = True
     document = DocumentTokens(document.prefix_ids, document.ids, protected)
-    policy = KVzip(PROMPTS, scoring="local", chunk_tokens=128)
+    remainder = not model.shape.windows
+    policy = KVzip(PROMPTS, scoring="local", chunk_tokens=128, remainder=remainder)
     return run_build(model, document, policy, ratios, quantization)
 
 
@@ -75,6 +77,18 @@ def assert_same_rows(ours: ContextRows, theirs: ContextRows) -> None:
             assert here == there
 
 
+def assert_same_remainders(ours: ResidentContext, theirs: ResidentContext, ratio: float) -> None:
+    """What a tail begins with at a ratio."""
+    pairs = list(zip(ours.view(ratio).lead, theirs.view(ratio).lead, strict=True))
+    assert len(pairs) == len(ours.layers)
+    for here, there in pairs:
+        for mine, other in ((here.k, there.k), (here.v, there.v)):
+            assert mine.any()
+            assert mine.dtype == other.dtype
+            same = mine.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)
+            assert same.all()
+
+
 def assert_same_runs(ours: ResidentContext, theirs: ResidentContext, ratio: float) -> None:
     """Every head's rows at a ratio, wherever its run stands in the buffers."""
     pairs = zip(ours.view(ratio).layers, theirs.view(ratio).layers, strict=True)
@@ -98,6 +112,8 @@ async def test_field_19_engine_to_store_to_engine_is_bit_for_bit(
     for ours, theirs in zip(context.layers, built.context.layers, strict=True):
         assert ours.k.any()
         assert_same_rows(ours, theirs)
+    for ratio in RATIOS:
+        assert_same_remainders(context, built.context, ratio)
     assert torch.equal(context.counts, built.context.counts)
     assert (context.ratios, context.num_tokens) == (RATIOS, 406)
     assert context.size_bytes == built.context.size_bytes

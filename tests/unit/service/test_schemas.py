@@ -58,6 +58,7 @@ def test_every_field_of_the_contract_is_taken_at_its_default() -> None:
                 "max_loss": None,
                 "scoring": "auto",
                 "normalization": "none",
+                "remainder": True,
                 "quantization": "none",
             },
             "expires_after": None,
@@ -307,6 +308,8 @@ def test_spans_count_characters_not_bytes() -> None:
             CompressionSpec("kvzip", 0.3, "local", normalization="kvzip_plus"),
         ),
         ({"neighbours": 4}, CompressionSpec("kvzip", 0.3, "local", neighbours=4)),
+        ({"remainder": False}, CompressionSpec("kvzip", 0.3, "local", remainder=False)),
+        ({"policy": "snapkv", "remainder": True}, CompressionSpec("snapkv", 0.3)),
         ({"scoring": "local", "neighbours": 1}, CompressionSpec("kvzip", 0.3, neighbours=1)),
         ({"scoring": "exact", "neighbours": 0}, CompressionSpec("kvzip", 0.3, "exact")),
         ({"quantization": "int4"}, CompressionSpec("kvzip", 0.3, "local", "int4")),
@@ -333,6 +336,7 @@ def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) ->
         ({"policy": "none", "scoring": "exact"}, "compression.scoring"),
         ({"policy": "none", "normalization": "kvzip_plus"}, "compression.normalization"),
         ({"policy": "none", "neighbours": 1}, "compression.neighbours"),
+        ({"policy": "none", "remainder": False}, "compression.remainder"),
         ({"scoring": "exact", "neighbours": 1}, "compression.neighbours"),
         *(
             ({"policy": name, **asked}, f"compression.{field}")
@@ -341,6 +345,7 @@ def test_compression_is_resolved(body: dict[str, Any], spec: CompressionSpec) ->
                 ("scoring", {"scoring": "local"}),
                 ("normalization", {"normalization": "kvzip_plus"}),
                 ("neighbours", {"neighbours": 1}),
+                ("remainder", {"remainder": False}),
             )
         ),
         ({"policy": "none", "tokens": 100}, "compression.tokens"),

@@ -99,7 +99,7 @@ def test_a_slab_holds_the_remainder_of_its_band_in_the_models_dtype(
                 for index, side in enumerate("kv"):
                     tensor = f"layers.{layer:03d}.remainder_{side}"
                     assert opened.get_slice(tensor).get_dtype() == NAMES[dtype]
-                    assert opened.get_slice(tensor).get_shape() == [2, rows.head_dim]
+                    assert opened.get_slice(tensor).get_shape() == [2, 2 * rows.head_dim]
                     expected = _remainder(rows, layer)[band, index].tobytes()
                     assert slab.content[_place(rows, slab, band, layer, index)] == expected
 
@@ -264,8 +264,8 @@ def test_remainders_that_disagree_with_their_rows_are_refused_by_name(
 
 def test_the_bytes_of_remainders_are_counted() -> None:
     rows = random_rows(quantization="int4", remainder=True)
-    # Bands, K and V, heads, and 8 numbers of bf16.
-    size_bytes = 3 * 2 * 2 * 16
+    # Bands, K and V, heads, and two rows of 8 numbers of bf16.
+    size_bytes = 3 * 2 * 2 * 2 * 16
     for layer, plain in zip(rows.layers, _without(rows).layers, strict=True):
         assert layer.kv_bytes == plain.kv_bytes + size_bytes
     assert rows.size_bytes == _without(rows).size_bytes + 2 * size_bytes

@@ -20,8 +20,9 @@ from transformers import (
 
 from kvkeep_service.engine.architecture import check_supported, fixed_rope
 from kvkeep_service.engine.attention import ATTENTION_NAME, register_attention
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens, ScoringPolicy, build
+from kvkeep_service.engine.build import BuiltCache, ScoringPolicy, build
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.ports import Quantization
 
 KINDS = (

@@ -1,11 +1,12 @@
 """The promises on the real bundled model: exact at ratio 1, useful when evicted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens
+from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.decode import (
     Sequence,
@@ -16,6 +17,7 @@ from kvkeep_service.engine.decode import (
 from kvkeep_service.engine.gguf import bundled_gguf, converted_directory
 from kvkeep_service.engine.model import LoadedModel, load_model
 from kvkeep_service.engine.passes import QuestionPass
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.model_reference import BUNDLED
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 from kvkeep_service.ports import Turn
@@ -34,10 +36,15 @@ def document(bundled: LoadedModel, tokens: int) -> DocumentTokens:
 
 
 def built_with(
-    bundled: LoadedModel, tokens: DocumentTokens, scoring: str, chunk: int
+    bundled: LoadedModel,
+    tokens: DocumentTokens,
+    scoring: str,
+    chunk: int,
+    *,
+    remainder: bool = False,
 ) -> BuiltCache:
     prompts = RepeatPrompts.from_template(bundled.template)
-    policy = KVzip(prompts, scoring=scoring, chunk_tokens=chunk)
+    policy = KVzip(prompts, scoring=scoring, chunk_tokens=chunk, remainder=remainder)
     return run_build(bundled.language_model, tokens, policy, (0.1, 0.3, 1.0))
 
 
@@ -102,6 +109,35 @@ def test_the_cache_at_a_third_still_knows_the_document(bundled: LoadedModel) -> 
     nothing = repeat_loss(bundled, _without_document(built.context.view(1.0), tokens), tokens)
     assert full < 0.5 * nothing
     assert kept < full + 0.25 * (nothing - full)
+
+
+def test_with_remainders_first_words_are_nearer_to_those_of_the_full_cache(
+    bundled: LoadedModel,
+) -> None:
+    built = built_with(bundled, document(bundled, 600), "local", 512, remainder=True)
+    full = first_words(bundled, built.context.view(1.0))
+    for ratio in (0.1, 0.3):
+        view = built.context.view(ratio)
+        ours, bare = (first_words(bundled, one) for one in (view, replace(view, lead=())))
+        assert surprise(full, ours) < 0.8 * surprise(full, bare)
+
+
+def first_words(bundled: LoadedModel, view: ContextView) -> torch.Tensor:
+    """Log-probabilities of an answer's first token, [questions, vocabulary]."""
+    model, found = bundled.language_model, []
+    for text in ("Who is Alice?", "Begin with a dash. Where is she?", "Sum up the text.", "Hello!"):
+        ids = bundled.template.asked_ids([Turn("user", text)], {})
+        tail = Tail(model.shape, dtype=model.dtype, device=model.device, num_lead=view.num_lead)
+        tail.reserve(len(ids))
+        positions = torch.arange(view.num_tokens, view.num_tokens + len(ids))[None]
+        hidden = model.hidden(torch.tensor([ids]), positions, QuestionPass(view, tail))
+        found.append(model.logits(hidden[0, -1:])[0].log_softmax(dim=-1))
+    return torch.stack(found)
+
+
+def surprise(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Kullback-Leibler divergence, nats, the mean over questions."""
+    return float((expected.exp() * (expected - found)).sum(dim=-1).mean())
 
 
 def repeat_loss(bundled: LoadedModel, view: ContextView, tokens: DocumentTokens) -> float:

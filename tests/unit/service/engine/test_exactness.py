@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens
+from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.passes import DecodePass, QuestionPass
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 
 from .masked_reference import MaskedReference
@@ -24,7 +25,7 @@ def decode_logits(
     model: LanguageModel, view: ContextView, question: list[int], forced: list[int]
 ) -> torch.Tensor:
     """Logits after the question, and after each forced token. [1 + forced, vocabulary]."""
-    tail = Tail(model.shape, dtype=model.dtype, device=model.device)
+    tail = Tail(model.shape, dtype=model.dtype, device=model.device, num_lead=view.num_lead)
     tail.reserve(len(question) + len(forced))
     first = torch.arange(view.num_tokens, view.num_tokens + len(question))[None]
     hidden = model.hidden(torch.tensor([question]), first, QuestionPass(view, tail))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep_service.engine.build import PrefillPass
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import PrefillPass
 
 from .models import KINDS, engine_model, random_document, stock_model
 

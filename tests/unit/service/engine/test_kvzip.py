@@ -8,19 +8,12 @@ import torch
 from kvkeep_kernels.reference import chunk_max_attention
 from kvkeep_service.engine.architecture import check_supported
 from kvkeep_service.engine.attention import AttentionPass
-from kvkeep_service.engine.build import (
-    SLICE_TOKENS,
-    DocumentTokens,
-    RatioMissed,
-    _check_achieved,
-    build,
-    prefill,
-    slices,
-)
+from kvkeep_service.engine.build import RatioMissed, _check_achieved, build
 from kvkeep_service.engine.build_memory import build_bytes
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.forward import LayeredForward
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import SLICE_TOKENS, DocumentTokens, prefill, slices
 from kvkeep_service.policies.kvzip import (
     CHUNK_TOKENS,
     KVzip,
@@ -172,7 +165,7 @@ def test_slices_of_a_repeat_input_share_one_running_maximum(
     document = random_document(150, seed=2)
     model = engine_model(stock_model("llama"))
     whole = [our_scores(model, document, "local", kind) for kind in ("none", "kvzip_plus")]
-    monkeypatch.setattr("kvkeep_service.engine.build.SLICE_TOKENS", 17)
+    monkeypatch.setattr("kvkeep_service.engine.prefill.SLICE_TOKENS", 17)
     sliced = [our_scores(model, document, "local", kind) for kind in ("none", "kvzip_plus")]
     torch.testing.assert_close(sliced, whole, rtol=2e-3, atol=1e-6)
 

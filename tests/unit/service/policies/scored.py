@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvkeep_service.engine.build import DocumentTokens, ScoringPolicy, prefill
+from kvkeep_service.engine.build import ScoringPolicy
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens, prefill
 from kvkeep_service.policies.expected_attention import ExpectedAttention
 from kvkeep_service.policies.head_scores import HeadScores
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts

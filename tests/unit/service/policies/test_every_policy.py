@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvkeep_service.engine.build import BuiltCache, DocumentTokens
+from kvkeep_service.engine.build import BuiltCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies.random import Random
 
 from ..engine.models import engine_model, random_document, run_build, stock_model

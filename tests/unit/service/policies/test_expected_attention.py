@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvkeep_service.engine.architecture import check_supported
-from kvkeep_service.engine.build import DocumentTokens
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies import expected_attention
 from kvkeep_service.policies.expected_attention import NUM_SINKS, ExpectedAttention
 
@@ -83,7 +83,7 @@ def test_scores_do_not_depend_on_how_the_prefill_is_sliced(monkeypatch: pytest.M
     document, model = random_document(150, seed=2), engine_model(stock_model("llama"))
     whole = scored(model, document, ExpectedAttention(model))
     # The first slice holds nothing but sinks.
-    monkeypatch.setattr("kvkeep_service.engine.build.SLICE_TOKENS", NUM_SINKS)
+    monkeypatch.setattr("kvkeep_service.engine.prefill.SLICE_TOKENS", NUM_SINKS)
     sliced = scored(model, document, ExpectedAttention(model))
     torch.testing.assert_close(sliced, whole, rtol=5e-3, atol=1e-6)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvkeep_service.engine.architecture import check_supported
-from kvkeep_service.engine.build import DocumentTokens
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies.snapkv import POOLED_TOKENS, WINDOW_TOKENS, SnapKV
 
 from ..engine.masked_reference import MaskedReference
@@ -53,5 +53,5 @@ def test_the_window_is_kept_before_all_others_newest_first() -> None:
 def test_the_window_may_span_slices_of_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     document, model = random_document(150, seed=2), engine_model(stock_model("llama"))
     whole = scored(model, document, SnapKV())
-    monkeypatch.setattr("kvkeep_service.engine.build.SLICE_TOKENS", 7)
+    monkeypatch.setattr("kvkeep_service.engine.prefill.SLICE_TOKENS", 7)
     torch.testing.assert_close(scored(model, document, SnapKV()), whole, rtol=2e-3, atol=1e-6)

@@ -17,9 +17,9 @@ from kvkeep_kernels import scoring as kernels
 from kvkeep_kernels.layout import DenseKV
 from kvkeep_service.engine import build as building
 from kvkeep_service.engine.architecture import ModelShape
-from kvkeep_service.engine.build import DocumentTokens
 from kvkeep_service.engine.cache import FullCache
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import DocumentTokens
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 from kvkeep_service.ports import Scoring
 
