@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvkeep_kernels import reference
-from kvkeep_kernels.layout import CodeKind, ContextRows
+from kvkeep_kernels.layout import CodeKind, ContextRows, DenseKV
 from kvkeep_service.engine import device_step, transfer
 from kvkeep_service.engine.cache import ContextView, Tail
 from kvkeep_service.engine.decode import SequenceOptions, decode_step, kept_between_steps
@@ -79,12 +79,18 @@ def view(
     return ContextView(tuple(rows(layer) for layer in range(shape.num_layers)), 900, 0.3)
 
 
-def asked(model: LanguageModel, context: ContextView, tokens: int) -> Asked:
+def asked(model: LanguageModel, context: ContextView, tokens: int, num_lead: int = 0) -> Asked:
+    """``num_lead``: rows that stand for evicted ones, in front of the first token's."""
     shape = model.shape
+    leading = torch.randn(shape.num_layers, 2, shape.num_kv_heads, num_lead, shape.head_dim)
     rows = torch.randn(shape.num_layers, 2, shape.num_kv_heads, tokens, shape.head_dim)
-    tails = [Tail(shape, dtype=model.dtype, device=model.device) for _ in range(2)]
+    tails = [
+        Tail(shape, dtype=model.dtype, device=model.device, num_lead=num_lead) for _ in range(2)
+    ]
     for tail in tails:
         tail.reserve(tokens)
+        for layer, (k, v) in enumerate(leading):
+            tail.write_lead(layer, DenseKV(k, v))
         tail.append(rows)
     return Asked(context, *tails)
 
@@ -114,7 +120,7 @@ def test_replayed_steps_equal_the_oracle_while_sequences_grow_join_and_leave(
 ) -> None:
     one, other, empty = view(model, 1, 40, 7), view(model, 20, 3, 90), view(model, 40, 0, 1)
     # The second's buffer is full two steps on.
-    a, b, c = asked(model, one, 5), asked(model, other, 62), asked(model, one, 1)
+    a, b, c = asked(model, one, 5, num_lead=4), asked(model, other, 62), asked(model, one, 1)
     steps = DeviceSteps(model, TapeCapture())
     for _ in range(3):
         check_step(steps, model, [a, b, c])
