@@ -10,9 +10,10 @@ to what the evicted rows of the cluster weigh together:
 
     k = argmin over k of  sum over q of (q . k - log sum exp(q . k_i))^2 + penalty |k - mean k_i|^2
 
-Source: ours, k-means and ridge regression. LESS (arXiv 2402.09398) keeps evicted rows in a
-low-rank state instead, CaM (ICML 2024) adds their values to kept ones; Expected Attention's
-merging and KVMerger cluster kept rows. How it was found: bench/NOTES.md.
+Source: ours, k-means and ridge regression. That the weight of each head should be kept, by closed
+forms over sampled queries, is the idea of Attention Matching (arXiv 2602.16284), which gives every
+kept row a bias; rows more need nothing of the kernels. LESS (arXiv 2402.09398) keeps evicted rows
+in a low-rank state. How it was found: bench/NOTES.md.
 """
 
 from collections.abc import Sequence
