@@ -53,7 +53,7 @@ class CompressionSpec:
     ``allow_lossy`` says whether either may come to a ratio at which answers suffer.
     ``normalization``: what scores are multiplied by; it and ``scoring`` are KVzip's alone.
     ``neighbours``: chunks on each side of its own that local scoring sees.
-    ``remainder``: whether one row per head stands for those that KVzip evicts.
+    ``remainder``: whether a few rows per head stand for those that KVzip evicts.
     ``quantization``: what the numbers of what is kept become; "none" leaves them as they are.
     """
 

@@ -1,7 +1,7 @@
 """What stands for the rows that a build evicts: see ``kernels/remainder.py``.
 
-The queries it is fitted to are those of the policy's own pass over the document, nearly all from
-the prompt that asks for a repetition: a prompt looks at a document as a question does, while its
+The queries it is fitted to are those of the policy's own pass over the document, most of them
+from the prompt that asks for a repetition: a prompt looks at a document as a question does, while its
 repetition looks at single rows, one after the other.
 """
 
@@ -46,8 +46,8 @@ class QuerySample:
         return [wanted[int(place * step)] for place in range(int(len(wanted) / step))]
 
     def take(self, layer: int, q: Tensor, scale: float) -> None:
-        """Keep queries [num_q_heads, rows, head_dim] of one layer."""
-        self._taken.setdefault(layer, []).append(q.clone())
+        """Keep queries [num_q_heads, rows, head_dim] of one layer; they are given away."""
+        self._taken.setdefault(layer, []).append(q)
         self._scales[layer] = scale
 
     def of(self, layer: int) -> tuple[Tensor, float]:
