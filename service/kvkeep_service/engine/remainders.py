@@ -1,8 +1,8 @@
 """What stands for the rows that a build evicts: see ``kernels/remainder.py``.
 
 The queries it is fitted to are those of the policy's own pass over the document, most of them
-from the prompt that asks for a repetition: a prompt looks at a document as a question does, while its
-repetition looks at single rows, one after the other.
+from the prompt that asks for a repetition: a prompt looks at a document as a question does, while
+its repetition looks at single rows, one after the other.
 """
 
 from collections.abc import Generator
