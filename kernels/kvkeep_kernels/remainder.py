@@ -31,8 +31,12 @@ RIDGE = 0.01
 _ROUNDS = 10
 _CLUSTERED_KEYS = 512
 """Clusters are found among so many keys, evenly spread; then each key goes to the nearest."""
-_LOGITS_AT_ONCE = 4_000_000
-"""Bounds scratch, however long the document is."""
+_BANDS_AT_ONCE = 4
+"""Bands are computed by so many, the last of them empty if need be: then what a band leaves is a
+few columns of products of one shape, the same bit for bit whatever other bands there are."""
+_COLUMNS = _BANDS_AT_ONCE * CLUSTERS
+_NUMBERS_AT_ONCE = 4_000_000
+"""Bounds each scratch buffer, however long the document is."""
 _LEAST_PENALTY = 1e-6
 _TINY = 1e-30
 
@@ -60,63 +64,84 @@ def fit_remainders(
     size = (bands, 2, num_heads, CLUSTERS, head_dim)
     found = torch.empty(size, dtype=cache.k.dtype, device=device)
     queries = q.float().reshape(num_heads, -1, head_dim) * scale
-    numbers = torch.arange(bands, device=device)
-    for head, (own, run) in enumerate(
-        zip(queries, positions.to(device).split(lengths), strict=True)
-    ):
-        rows = torch.tensor([band[head] for band in counts], device=device)
-        # The band that keeps a token; those that no band keeps come behind the last.
-        band = torch.full((tokens,), bands, device=device)
-        band[run] = torch.repeat_interleave(numbers, rows, output_size=len(run))
-        found[:, :, head] = _of_head(
-            own, cache.k[head].float(), cache.v[head].float(), band, bands, found.dtype
-        )
+    kept_by = _bands_that_keep(positions.to(device), counts, lengths, tokens)
+    together = max(1, _NUMBERS_AT_ONCE // (tokens * max(_COLUMNS, queries.shape[1])))
+    for heads in torch.arange(num_heads).split(together):
+        some = slice(int(heads[0]), int(heads[-1]) + 1)
+        k, v = cache.k[some].float(), cache.v[some].float()
+        found[:, :, some] = _of_heads(queries[some], k, v, kept_by[some], bands, found.dtype)
     return found
 
 
-def _of_head(
-    q: Tensor, k: Tensor, v: Tensor, band: Tensor, bands: int, dtype: torch.dtype
+def _bands_that_keep(
+    positions: Tensor, counts: Sequence[Sequence[int]], lengths: Sequence[int], tokens: int
 ) -> Tensor:
-    """Remainders of one head, [bands, 2, CLUSTERS, d].
+    """The band that keeps each token [num_kv_heads, tokens]; behind the last where none does."""
+    device, heads = positions.device, len(lengths)
+    rows = torch.tensor(counts, device=device).T.flatten()
+    bands = torch.arange(len(counts), device=device).repeat(heads)
+    head = torch.arange(heads, device=device).repeat_interleave(len(counts))
+    kept_by = torch.full((heads, tokens), len(counts), device=device)
+    size = len(positions)
+    kept_by[head.repeat_interleave(rows, output_size=size), positions] = bands.repeat_interleave(
+        rows, output_size=size
+    )
+    return kept_by
 
-    Shapes: q [samples, d], scaled; k, v [tokens, d] fp32; band [tokens], which of ``bands`` keeps
-        a token, or ``bands``. What a band leaves is the same, bit for bit, whatever other bands
-        there are: clusters are of all tokens, and each band's products are of one shape.
+
+def _of_heads(
+    q: Tensor, k: Tensor, v: Tensor, kept_by: Tensor, bands: int, dtype: torch.dtype
+) -> Tensor:
+    """Remainders of some heads, [bands, 2, heads, CLUSTERS, d].
+
+    Shapes: q [heads, samples, d], scaled; k, v [heads, tokens, d] fp32; kept_by as above.
     """
-    clusters = torch.nn.functional.one_hot(_clustered(k), CLUSTERS).to(k.dtype)
-    evicted = [clusters * (band > kept)[:, None] for kept in range(bands)]
+    heads, _, width = k.shape
+    clusters = _clustered(k)
+    evicted = [
+        _evicted(clusters, kept_by, first).float() for first in range(0, bands, _BANDS_AT_ONCE)
+    ]
     seen = _seen(q, k, evicted)
-    square = q.T @ q
-    penalty = (RIDGE * square.diagonal().mean()).clamp(min=_LEAST_PENALTY)
-    damped = square + penalty * torch.eye(len(square), device=q.device)
-    least = (q.mean(dim=0) @ k.T).argmin()
+    square = q.mT @ q
+    diagonal = square.diagonal(dim1=1, dim2=2).mean(dim=1)
+    penalty = (RIDGE * diagonal).clamp(min=_LEAST_PENALTY)[:, None, None]
+    # Of numbers that are not finite nothing can be solved; whoever stores rows refuses them.
+    damped = torch.linalg.lu_factor_ex(square + penalty * torch.eye(width, device=q.device))
+    place = (k @ q.mean(dim=1)[:, :, None]).argmin(dim=1)[:, :, None].expand(-1, 1, width)
+    least = torch.stack([k.gather(1, place), v.gather(1, place)])
     found = []
     for members, weights in zip(evicted, seen.weights, strict=True):
-        number = members.sum(dim=0)[:, None]
-        looked_at = members * seen.attention[:, None]
-        paid = looked_at.sum(dim=0)[:, None]
-        mean_k, mean_v = members.T @ k / number.clamp(min=1), members.T @ v / number.clamp(min=1)
-        value = (mean_v + looked_at.T @ v / paid.clamp(min=_TINY)) / 2
-        missed = weights - q @ mean_k.T
-        # Of numbers that are not finite nothing can be solved; whoever stores rows refuses them.
-        solved, _ = torch.linalg.solve_ex(damped, q.T @ missed)
-        key = mean_k + solved.T
-        fits = (key.abs() <= torch.finfo(dtype).max).all(dim=1, keepdim=True)
-        key = torch.where(fits, key, mean_k)
-        is_there = number > 0
-        found.append(
-            torch.stack(
-                [torch.where(is_there, key, k[least]), torch.where(is_there, value, v[least])]
-            )
-        )
-    return torch.stack(found)
+        number = members.sum(dim=2, keepdim=True)
+        looked_at = members * seen.attention
+        paid = looked_at.sum(dim=2, keepdim=True).clamp(min=_TINY)
+        mean_k = members @ k / number.clamp(min=1)
+        mean_v = members @ v / number.clamp(min=1)
+        value = (mean_v + looked_at @ v / paid) / 2
+        missed = weights - q @ mean_k.mT
+        key = mean_k + torch.linalg.lu_solve(damped.LU, damped.pivots, q.mT @ missed).mT
+        fits = (key.abs() <= torch.finfo(dtype).max).all(dim=2, keepdim=True)
+        rows = torch.stack([torch.where(fits, key, mean_k), value])
+        rows = torch.where(number > 0, rows, least)
+        found.append(rows.view(2, heads, _BANDS_AT_ONCE, CLUSTERS, width).permute(2, 0, 1, 3, 4))
+    return torch.cat(found)[:bands]
+
+
+def _evicted(clusters: Tensor, kept_by: Tensor, first: int) -> Tensor:
+    """Whether a band, of those from ``first`` on, evicts a token, and it is of a cluster.
+
+    Shapes: clusters, kept_by [heads, tokens]. Returns bool [heads, bands x clusters, tokens].
+    """
+    bands = torch.arange(first, first + _BANDS_AT_ONCE, device=kept_by.device)[:, None, None]
+    cluster = torch.arange(CLUSTERS, device=kept_by.device)[:, None]
+    gone = (kept_by[:, None, None] > bands) & (clusters[:, None, None] == cluster)
+    return gone.flatten(1, 2)
 
 
 class _Seen(NamedTuple):
     """How queries see keys.
 
-    weights, of each band [samples, CLUSTERS]: the log-sum-exp over the evicted keys of a cluster;
-    attention [tokens]: what all queries pay to a key.
+    weights, for each of the evicted sets [heads, samples, bands x clusters]: the log-sum-exp over
+    its keys; attention [heads, 1, tokens]: what all queries pay to a key.
     """
 
     weights: list[Tensor]
@@ -124,34 +149,34 @@ class _Seen(NamedTuple):
 
 
 def _seen(q: Tensor, k: Tensor, evicted: Sequence[Tensor]) -> _Seen:
-    """Queries [samples, d] over keys [tokens, d]; evicted, of each band [tokens, CLUSTERS]."""
+    """Queries [heads, samples, d] over keys [heads, tokens, d]; evicted as ``_evicted`` says."""
     weights: list[list[Tensor]] = [[] for _ in evicted]
-    attention = torch.zeros(len(k), device=q.device)
-    for some in q.split(max(1, _LOGITS_AT_ONCE // len(k))):
-        logits = some @ k.T
-        highest = logits.amax(dim=1, keepdim=True)
+    attention = torch.zeros(len(k), 1, k.shape[1], device=q.device)
+    for some in q.split(max(1, _NUMBERS_AT_ONCE // (len(k) * k.shape[1])), dim=1):
+        logits = some @ k.mT
+        highest = logits.amax(dim=2, keepdim=True)
         shares = logits.sub_(highest).exp_()
-        attention += shares.sum(dim=1).reciprocal() @ shares
+        attention += shares.sum(dim=2)[:, None].reciprocal() @ shares
         for parts, members in zip(weights, evicted, strict=True):
-            parts.append((shares @ members).clamp(min=_TINY).log() + highest)
-    return _Seen([torch.cat(parts) for parts in weights], attention)
+            parts.append((shares @ members.mT).clamp(min=_TINY).log() + highest)
+    return _Seen([torch.cat(parts, dim=1) for parts in weights], attention)
 
 
 def _clustered(k: Tensor) -> Tensor:
-    """The cluster of each key [tokens], by k-means from keys that lie evenly spread."""
-    sample = _evenly(k, min(len(k), _CLUSTERED_KEYS))
+    """The cluster of each key [heads, tokens], by k-means from keys that lie evenly spread."""
+    sample = _evenly(k, min(k.shape[1], _CLUSTERED_KEYS))
     centres = _evenly(sample, CLUSTERS)
     for _ in range(_ROUNDS):
-        members = torch.nn.functional.one_hot(_nearest(sample, centres), CLUSTERS).to(k.dtype)
-        number = members.sum(dim=0)[:, None]
+        members = torch.nn.functional.one_hot(_nearest(sample, centres), CLUSTERS).to(k.dtype).mT
+        number = members.sum(dim=2, keepdim=True)
         # A cluster without members stays where it is.
-        centres = torch.where(number > 0, members.T @ sample / number.clamp(min=1), centres)
+        centres = torch.where(number > 0, members @ sample / number.clamp(min=1), centres)
     return _nearest(k, centres)
 
 
 def _nearest(k: Tensor, centres: Tensor) -> Tensor:
-    return (k @ centres.T - centres.square().sum(dim=1) / 2).argmax(dim=1)
+    return (k @ centres.mT - centres.square().sum(dim=2)[:, None] / 2).argmax(dim=2)
 
 
 def _evenly(rows: Tensor, count: int) -> Tensor:
-    return rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).long()]
+    return rows[:, torch.linspace(0, rows.shape[1] - 1, count, device=rows.device).long()]

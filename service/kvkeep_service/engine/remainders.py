@@ -5,16 +5,15 @@ from the prompt that asks for a repetition: a prompt looks at a document as a qu
 its repetition looks at single rows, one after the other.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
-import torch
 from torch import Tensor
 
 from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.remainder import fit_remainders
 from kvkeep_service.engine.cache import FullCache
 
-REMAINDER_VERSION = 1
+REMAINDER_VERSION = 2
 """Goes up with every change after which the same document may get other remainders."""
 SAMPLES_MAX = 64
 """Queries of a head that are kept, however long the document is."""
@@ -28,12 +27,13 @@ Remainders = tuple[Tensor, ...]
 class QuerySample:
     """Queries of each layer, taken while a policy repeats the document."""
 
-    def __init__(self, num_chunks: int) -> None:
+    def __init__(self, num_chunks: int, num_layers: int) -> None:
         """``num_chunks``: how many repeat inputs there will be, which share ``SAMPLES_MAX``."""
         self._quota = max(1, SAMPLES_MAX // num_chunks)
         self._stride = -(-num_chunks // SAMPLES_MAX)
-        self._taken: dict[int, list[Tensor]] = {}
+        self._ends = [0] * num_layers
         self._scales: dict[int, float] = {}
+        self._rows: Tensor | None = None
 
     def rows_of(self, number: int, num_prompt: int, num_rows: int) -> list[int]:
         """Which rows of repeat input ``number`` to take, ascending; ``num_prompt`` come first."""
@@ -45,14 +45,22 @@ class QuerySample:
         step = max(1.0, len(wanted) / self._quota)
         return [wanted[int(place * step)] for place in range(int(len(wanted) / step))]
 
-    def take(self, layer: int, q: Tensor, scale: float) -> None:
-        """Keep queries [num_q_heads, rows, head_dim] of one layer; they are given away."""
-        self._taken.setdefault(layer, []).append(q)
+    def take(self, layer: int, q: Tensor, rows: Sequence[int], scale: float) -> None:
+        """Keep some rows of one layer's queries [num_q_heads, rows, head_dim]."""
+        if self._rows is None:
+            # All in one: many small ones between large temporary ones would keep the heap from
+            # using the place of those again.
+            heads, _, width = q.shape
+            self._rows = q.new_empty(len(self._ends), heads, SAMPLES_MAX, width)
+        first = self._ends[layer]
+        last = self._ends[layer] = first + len(rows)
+        self._rows[layer, :, first:last] = q[:, rows]
         self._scales[layer] = scale
 
     def of(self, layer: int) -> tuple[Tensor, float]:
         """All queries of a layer [num_q_heads, samples, head_dim], and what multiplies logits."""
-        return torch.cat(self._taken[layer], dim=1), self._scales[layer]
+        assert self._rows is not None, "a policy has scored"
+        return self._rows[layer, :, : self._ends[layer]], self._scales[layer]
 
 
 def fit(
@@ -62,11 +70,15 @@ def fit(
 
     Of a model without windows: a tail has the same rows in front in every layer.
     """
-    found = []
+    found: Tensor | None = None
     for layer, positions in enumerate(selection.positions):
         q, scale = sample.of(layer)
         counts = selection.counts[:, layer].tolist()
         rows = cache.rows(layer, 0, num_tokens)
-        found.append(fit_remainders(q, rows, positions, counts, scale=scale))
+        own = fit_remainders(q, rows, positions, counts, scale=scale)
+        if found is None:
+            found = own.new_empty(len(selection.positions), *own.shape)
+        found[layer] = own
         yield
-    return tuple(found)
+    assert found is not None, "a model has layers"
+    return found.unbind()

@@ -141,7 +141,7 @@ class KVzip:
         shape, total = model.shape, len(document.ids)
         scores = torch.zeros(len(shape.evicting), shape.num_kv_heads, total, device=model.device)
         if self._has_remainder:
-            self.sample = QuerySample(-(-total // self.chunk_tokens))
+            self.sample = QuerySample(-(-total // self.chunk_tokens), shape.num_layers)
         for chunk in _chunks(total, self.chunk_tokens):
             for done in self._repeat(model, cache, document, chunk, scores):
                 yield (chunk.start + len(chunk) * done) / total
@@ -252,7 +252,7 @@ class _RepeatPass:
         """As ``AttentionPass.attend``, batch 1. Modifies its rows and the scores."""
         self._append(k[0], v[0])
         if self._sample is not None and self.sampled:
-            self._sample.take(layer, q[0][:, self.sampled], scale)
+            self._sample.take(layer, q[0], self.sampled, scale)
         own = DenseKV(self._rows[0, :, : self._end], self._rows[1, :, : self._end])
         window = self._cache.window(layer)
         attended = dense_prefill(q[0], own, scale=scale, window=window)

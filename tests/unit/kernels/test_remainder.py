@@ -99,11 +99,26 @@ def test_a_band_has_the_same_one_whatever_other_bands_there_are() -> None:
     assert torch.equal(both[:1], alone)
 
 
-def test_queries_in_pieces_see_what_they_see_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bands_than_are_computed_at_once_have_each_their_own() -> None:
     q, cache = look_at_everything()
-    at_once = fitted(q, cache, kept_positions())
-    monkeypatch.setattr(remainder, "_LOGITS_AT_ONCE", 7 * TOKENS)
-    torch.testing.assert_close(fitted(q, cache, kept_positions()), at_once, rtol=1e-4, atol=1e-4)
+    runs = [run[:20] for run in kept_positions()]
+    counts = [[2, 2]] * 10
+    every = fit_remainders(q, cache, torch.cat(runs), counts, scale=SCALE)
+    for number in range(1, 11):
+        firsts = torch.cat([run[: 2 * number] for run in runs])
+        kept = fit_remainders(q, cache, firsts, [[2 * number] * 2], scale=SCALE)
+        assert torch.equal(every[number - 1], kept[0])
+
+
+def test_heads_and_queries_in_pieces_give_what_they_give_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, cache = look_at_everything()
+    together = fitted(q, cache, kept_positions())
+    for numbers in (1, 7 * TOKENS, 300 * TOKENS):
+        monkeypatch.setattr(remainder, "_NUMBERS_AT_ONCE", numbers)
+        alone = fitted(q, cache, kept_positions())
+        torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
 
 
 def test_of_a_head_that_keeps_everything_it_is_the_row_that_is_looked_at_least() -> None:

@@ -140,7 +140,7 @@ def test_a_copied_tail_goes_on_with_the_same_first_rows() -> None:
 
 @pytest.mark.parametrize("num_chunks", [1, 4, 7, 63, 64, 65, 5000])
 def test_however_long_a_document_is_the_sample_stays_small(num_chunks: int) -> None:
-    sample = QuerySample(num_chunks)
+    sample = QuerySample(num_chunks, 1)
     taken = [sample.rows_of(number, 30, 574) for number in range(num_chunks)]
     assert 30 <= sum(map(len, taken)) <= SAMPLES_MAX
     for rows in taken:
@@ -149,6 +149,6 @@ def test_however_long_a_document_is_the_sample_stays_small(num_chunks: int) -> N
 
 
 def test_all_of_the_prompt_is_sampled_and_some_of_the_text() -> None:
-    rows = QuerySample(1).rows_of(0, 30, 574)
+    rows = QuerySample(1, 1).rows_of(0, 30, 574)
     assert rows[:30] == list(range(30))
     assert rows[30:] == list(range(30, 574, 34))
