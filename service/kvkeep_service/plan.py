@@ -60,6 +60,11 @@ class BuildPlan:
         return self.policy.name if self.policy else "none"
 
     @property
+    def has_remainder(self) -> bool:
+        """Whether what is evicted leaves a few rows of each head."""
+        return self.policy is not None and "remainder" in self.policy.parameters
+
+    @property
     def num_protected(self) -> int:
         """Tokens that are never evicted: the prefix and the user's spans."""
         return self.document.num_prefix + int(self.document.protected.sum())

@@ -101,6 +101,7 @@ class Prepared:
     """What registering needs to know before it answers: lengths, identity, and what is kept.
 
     ``ratio`` is the fraction that the build is to keep: 1.0 where nothing may be evicted.
+    ``remainder``: whether what is evicted leaves a few rows.
     """
 
     prefix_text: str
@@ -112,6 +113,7 @@ class Prepared:
     full_bytes: int
     fingerprint: Fingerprint
     candidates: tuple[float, ...] = ()
+    remainder: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,7 @@ def _record(
         ratio_from=prepared.candidates[0] if prepared.candidates else None,
         scoring=wanted.compression.scoring,
         quantization=wanted.compression.quantization,
+        remainder=prepared.remainder,
         full_bytes=prepared.full_bytes,
         name=wanted.name,
         metadata=wanted.metadata,

@@ -152,6 +152,7 @@ class LocalWorker:
             full_bytes=model.shape.full_bytes(plan.document.num_tokens, model.dtype),
             fingerprint=plan.fingerprint,
             candidates=plan.candidates,
+            remainder=plan.has_remainder,
         )
 
     async def planned(self, tenant: str, context_id: str) -> Fingerprint:

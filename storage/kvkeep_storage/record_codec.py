@@ -48,6 +48,8 @@ _REAL: Final = frozenset(
 )
 _REALS: Final = frozenset({"ratios", "ratios_available"})
 _MAPPINGS: Final = frozenset({"metadata", "timings"})
+_FLAGS: Final = frozenset({"remainder"})
+_TRUTH: Final = {"true": True, "false": False}
 
 
 def to_hash(record: "DataclassInstance") -> dict[str, str]:
@@ -67,6 +69,8 @@ def encode(field: str, value: Any) -> str:
         return json.dumps(dict(value), ensure_ascii=False, sort_keys=True)
     if field in _REAL:
         return repr(float(value))
+    if field in _FLAGS:
+        return "true" if value else "false"
     if field == "fidelity":
         return str(value.to_json())
     return str(value)
@@ -101,6 +105,8 @@ def _parse(field: str, text: str) -> Any:
         return tuple(_finite(field, item) for item in text.split(",") if item)
     if field in _MAPPINGS:
         return _mapping(field, text)
+    if field in _FLAGS:
+        return _flag(field, text)
     if field == "fidelity":
         return Fidelity.from_json(text)
     return text
@@ -111,6 +117,12 @@ def _finite(field: str, text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{field} is {text}")
     return value
+
+
+def _flag(field: str, text: str) -> bool:
+    if text not in _TRUTH:
+        raise ValueError(f"{field} is {text!r}, not true or false")
+    return _TRUTH[text]
 
 
 def _mapping(field: str, text: str) -> dict[str, Any]:

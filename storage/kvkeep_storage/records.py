@@ -124,6 +124,7 @@ class ContextRecord:
     max_loss: float | None = None
     ratio_from: float | None = None
     fidelity: Fidelity | None = None
+    remainder: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tenant", "id", "cache_id"):

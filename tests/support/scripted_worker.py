@@ -121,6 +121,7 @@ class ScriptedWorker:
             ratio=ratio if evicts else 1.0,
             full_bytes=64 * (len(words) + SURROUNDING_TOKENS),
             fingerprint=fingerprint,
+            remainder=evicts and compression.policy == "kvzip" and compression.remainder,
         )
 
     async def planned(self, tenant: str, context_id: str) -> Fingerprint:

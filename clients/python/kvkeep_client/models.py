@@ -59,6 +59,7 @@ class Compression:
     With ``max_loss``, in nats per token, the ratio is found by the build, and None until then.
     ``ratio_achieved`` and ``stored_bytes`` are None until the cache is built; they are those of the
     stored cache, which may be shared with a context that asked for more than ``ratio``.
+    ``remainder``: whether a few rows of each head stand for those that were evicted.
     """
 
     policy: str
@@ -72,6 +73,7 @@ class Compression:
     stored_bytes: int | None
     tokens: int | None
     max_loss: float | None = None
+    remainder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,7 @@ def _read_compression(fields: Fields) -> Compression:
         stored_bytes=fields.integer_or_none("stored_bytes"),
         tokens=fields.integer_or_none("tokens"),
         max_loss=fields.number_or_none("max_loss"),
+        remainder=fields.flag("remainder"),
     )
 
 

@@ -40,7 +40,8 @@ def details(info: ContextInfo) -> Iterator[tuple[str, str]]:
         yield "error", f"{info.error.code}: {info.error.detail}"
     yield "model", info.model
     yield "tokens", f"{info.tokens.total:,} ({info.tokens.protected:,} protected)"
-    yield "kept", f"{_kept(info)} by {info.compression.policy_applied}"
+    remainder = ", with remainders" if info.compression.remainder else ""
+    yield "kept", f"{_kept(info)} by {info.compression.policy_applied}{remainder}"
     yield "size", f"{_size(info)} of {_bytes(info.compression.full_bytes)}"
     if info.compression.ratios_available:
         yield "ratios", ", ".join(f"{ratio:g}" for ratio in info.compression.ratios_available)

@@ -70,7 +70,9 @@ class CompressionView(View):
     scoring: str
     """How KV pairs were scored: "local" or "exact"; "none" where the policy is not "kvzip"."""
     quantization: str
-    """How kept KV pairs are stored; always "none" in this version."""
+    """How kept KV pairs are stored: "none" (as they are), "int8", "fp8" or "int4"."""
+    remainder: bool
+    """Whether a few rows of each head stand for those evicted; not at ratio 1."""
     full_bytes: int
     """Size of the KV cache uncompressed, in bytes; of layers with a sliding window, the window."""
     stored_bytes: int | None
@@ -216,6 +218,7 @@ class ContextView(View):
                 # Records name one whatever the policy.
                 scoring=record.scoring if record.policy == "kvzip" else "none",
                 quantization=record.quantization,
+                remainder=record.remainder,
                 full_bytes=record.full_bytes,
                 stored_bytes=record.stored_bytes,
             ),

@@ -46,6 +46,18 @@ def test_a_quantised_context_says_that_it_is_one(api: ApiServer, quantization: s
     assert response.json()["compression"]["quantization"] == quantization
 
 
+def test_a_context_says_whether_what_it_evicts_leaves_remainders(api: ApiServer) -> None:
+    api.hold_builds()
+    said = {}
+    for number, asked in enumerate(({}, {"remainder": False}, {"policy": "snapkv"})):
+        body = {"document": numbered(40 + number), "compression": asked}
+        context = api.client.post("/contexts", json=body).json()
+        said[str(asked)] = context["compression"]["remainder"]
+        again = api.client.get(f"/contexts/{context['id']}").json()
+        assert again["compression"]["remainder"] == context["compression"]["remainder"]
+    assert list(said.values()) == [True, False, False]
+
+
 def test_a_quantisation_that_is_not_known_is_refused_by_name(api: ApiServer) -> None:
     body = {"document": numbered(6), "compression": {"quantization": "fp4"}}
     response = api.client.post("/contexts", json=body)

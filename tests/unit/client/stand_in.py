@@ -75,6 +75,7 @@ def context_object(number: int, body: JSON) -> JSON:
             "ratios_available": [0.15, 0.3],
             "scoring": "local",
             "quantization": "none",
+            "remainder": True,
             "full_bytes": 4096 * (tokens + 3),
             "stored_bytes": None,
         },

@@ -142,6 +142,9 @@ def test_a_document_of_an_older_version_has_the_identity_it_had(planner: Planner
         "remainder": CLUSTERS,
         "remainder_version": REMAINDER_VERSION,
     }
+    assert not plan.has_remainder
+    assert planner.plan("acme", SHORT, CompressionSpec()).has_remainder
+    assert not planner.plan("acme", SHORT, CompressionSpec(policy="none")).has_remainder
     kept = planner.plan_stored("acme", STORED.model_copy(update={"policy": "none"})).fingerprint
     assert (kept.policy, kept.policy_version, dict(kept.policy_parameters)) == ("none", 1, {})
 

@@ -76,6 +76,7 @@ def test_a_build_is_awaited_by_what_is_not_finished_or_asked_for_anew_and_never_
     queries=counts,
     stored_bytes=st.none() | counts,
     error_detail=st.none() | st.text(),
+    remainder=st.booleans(),
 )
 def test_a_context_reads_back_exactly_as_it_was_written(**changes: Any) -> None:
     changes["ratios_available"] = changes.pop("available")
@@ -124,6 +125,8 @@ def test_a_record_that_lacks_a_field_is_corrupt_and_says_which(field: str) -> No
         ("timings", '{"a": "b"}'),
         ("timings", "{"),
         ("ratios_available", "0.1,x"),
+        ("remainder", "True"),
+        ("remainder", "1"),
         ("colour", "red"),
     ],
 )
