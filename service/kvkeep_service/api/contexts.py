@@ -59,6 +59,7 @@ router = APIRouter(prefix="/contexts", tags=["contexts"])
             "head_scores_missing",
             "quota_exceeded",
             "storage_unavailable",
+            "store_mismatch",
             "worker_unavailable",
             "storage_full",
         ),
@@ -174,7 +175,15 @@ async def get_context(context_id: ContextId, tenant: Tenant, registry: TheRegist
     summary="Change name, metadata or expiry",
     response_model=ContextView,
     dependencies=[Depends(json_only), Depends(only_parameters())],
-    responses=responses(*COMMON, *BODY, "context_not_found", "context_expired"),
+    responses=responses(
+        *COMMON,
+        *BODY,
+        "context_not_found",
+        "context_expired",
+        "storage_unavailable",
+        "store_mismatch",
+        "storage_full",
+    ),
 )
 async def change_context(
     context_id: ContextId, body: ContextPatch, tenant: Tenant, registry: TheRegistry
@@ -224,6 +233,7 @@ async def delete_context(context_id: ContextId, tenant: Tenant, registry: TheReg
         "cache_incompatible",
         "quota_exceeded",
         "storage_unavailable",
+        "store_mismatch",
         "storage_full",
     ),
 )
