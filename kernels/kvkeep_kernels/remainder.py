@@ -105,8 +105,10 @@ def _of_heads(
     square = q.mT @ q
     diagonal = square.diagonal(dim1=1, dim2=2).mean(dim=1)
     penalty = (RIDGE * diagonal).clamp(min=_LEAST_PENALTY)[:, None, None]
+    # Not LU: of several wide matrices on several threads of a CPU torch's hangs, or is wrong.
+    factor, failed = torch.linalg.cholesky_ex(square + penalty * torch.eye(width, device=q.device))
     # Of numbers that are not finite nothing can be solved; whoever stores rows refuses them.
-    damped = torch.linalg.lu_factor_ex(square + penalty * torch.eye(width, device=q.device))
+    factor.masked_fill_(failed[:, None, None] > 0, torch.nan)
     place = (k @ q.mean(dim=1)[:, :, None]).argmin(dim=1)[:, :, None].expand(-1, 1, width)
     least = torch.stack([k.gather(1, place), v.gather(1, place)])
     found = []
@@ -118,7 +120,7 @@ def _of_heads(
         mean_v = members @ v / number.clamp(min=1)
         value = (mean_v + looked_at @ v / paid) / 2
         missed = weights - q @ mean_k.mT
-        key = mean_k + torch.linalg.lu_solve(damped.LU, damped.pivots, q.mT @ missed).mT
+        key = mean_k + torch.cholesky_solve(q.mT @ missed, factor).mT
         fits = (key.abs() <= torch.finfo(dtype).max).all(dim=2, keepdim=True)
         rows = torch.stack([torch.where(fits, key, mean_k), value])
         rows = torch.where(number > 0, rows, least)

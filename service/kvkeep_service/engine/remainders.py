@@ -13,7 +13,7 @@ from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.remainder import fit_remainders
 from kvkeep_service.engine.cache import FullCache
 
-REMAINDER_VERSION = 2
+REMAINDER_VERSION = 3
 """Goes up with every change after which the same document may get other remainders."""
 SAMPLES_MAX = 64
 """Queries of a head that are kept, however long the document is."""

@@ -164,6 +164,21 @@ def test_rows_that_are_no_numbers_stay_so() -> None:
     assert torch.isfinite(found[:, :, 1]).all()
 
 
+def test_wide_heads_on_several_threads_have_what_they_have_on_one() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(4, 20, 160), torch.randn(4, 40, 160)
+    cache = DenseKV(k * 0.1, torch.randn(4, 40, 160))
+    counts, kept = [[10] * 4], torch.arange(10).repeat(4)
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(fit_remainders(q, cache, kept, counts, scale=0.1))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
 def test_queries_of_zero_give_mean_keys() -> None:
     q, cache = look_at_everything()
     found = fitted(torch.zeros_like(q), cache, kept_positions())
