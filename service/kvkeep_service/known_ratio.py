@@ -15,6 +15,8 @@ def ratio_by(
     """
     if committed is None or record.max_loss is None:
         return None
-    losses = cautious_losses(committed.fidelity, is_exact=record.quantization == "none")
+    losses = cautious_losses(
+        committed.fidelity, is_exact=record.quantization == "none", remainder=record.remainder
+    )
     found = searched(candidates, losses, record.max_loss)
     return found if found in committed.ratios else None

@@ -3,7 +3,6 @@
 from collections.abc import Generator
 
 from kvkeep_service.auto_ratio import (
-    MARGIN,
     AutoRatio,
     Found,
     Unmeasured,
@@ -17,13 +16,16 @@ from kvkeep_service.engine.fidelity import Meter
 class LossUnreachable(RuntimeError):
     """Even the highest ratio loses more than was to be lost.
 
-    In nats per token: ``loss`` is what counts, ``measured`` the same without its margin.
+    In nats per token: ``loss`` is what counts, ``measured`` the same without the standard errors,
+    ``margin`` of them, that count with it.
     """
 
-    def __init__(self, max_loss: float, ratio: float, loss: float, measured: float) -> None:
+    def __init__(
+        self, max_loss: float, ratio: float, loss: float, measured: float, margin: float
+    ) -> None:
         super().__init__(
             f"at ratio {ratio} {measured:.4g} nats per token were lost as measured, {loss:.4g} with"
-            f" the {MARGIN} standard errors that count; max_loss is {max_loss}"
+            f" the {margin} standard errors that count; max_loss is {max_loss}"
         )
         self.ratio = ratio
         self.loss = loss
@@ -64,4 +66,5 @@ def check(meter: Meter, auto: AutoRatio | None) -> Generator[None, None, float |
 def _unreachable(meter: Meter, max_loss: float, ratio: float, loss: float) -> LossUnreachable:
     fidelity = meter.fidelity()
     measured = None if fidelity is None else fidelity.loss(ratio)
-    return LossUnreachable(max_loss, ratio, loss, loss if measured is None else measured)
+    measured = loss if measured is None else measured
+    return LossUnreachable(max_loss, ratio, loss, measured, meter.margin)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.layout import ContextRows
-from kvkeep_service.auto_ratio import cautious_losses
+from kvkeep_service.auto_ratio import cautious_losses, margin
 from kvkeep_service.engine.cache import ContextView, Tail, leads
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.passes import QuestionPass
@@ -173,7 +173,14 @@ class Meter:
 
     def cautious_losses(self) -> dict[float, float]:
         """What each known ratio is taken to lose at most, in nats per token."""
-        return cautious_losses(self.fidelity(), is_exact=self._is_exact)
+        return cautious_losses(
+            self.fidelity(), is_exact=self._is_exact, remainder=self._remainders is not None
+        )
+
+    @property
+    def margin(self) -> float:
+        """Standard errors that count in ``cautious_losses``."""
+        return margin(remainder=self._remainders is not None)
 
     def _is_known(self, ratio: float) -> bool:
         return ratio in self._measured or (self._is_exact and ratio == 1.0)

@@ -114,6 +114,16 @@ def test_a_committed_cache_decides_only_what_it_has_measured_and_stored(
     assert ratio_by(a_cache(fidelity=fidelity), context, CANDIDATES) == expected
 
 
+@pytest.mark.parametrize(("remainder", "expected"), [(True, 0.15), (False, None)])
+def test_where_evicted_rows_leave_remainders_fewer_standard_errors_count(
+    remainder: bool, expected: float | None
+) -> None:
+    at = RatioFidelity(0.15, 0.54, 0.9, loss_error=0.007)
+    cache = a_cache(fidelity=Fidelity(spans=2, tokens=72, nll_full=0.5, ratios=(at,)))
+    context = a_context(ratio=1.0, ratio_from=0.15, max_loss=0.05, remainder=remainder)
+    assert ratio_by(cache, context, CANDIDATES) == expected
+
+
 def test_quantised_rows_are_not_taken_for_exact_ones() -> None:
     ratios = (*a_cache().ratios, 1.0)
     cache = a_cache(fidelity=measured(_90=0.5), ratios=ratios, ratio=1.0)

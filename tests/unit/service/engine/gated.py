@@ -119,8 +119,8 @@ class Listener:
         return self
 
 
-def policy() -> KVzip:
-    return KVzip(PROMPTS, scoring="local", chunk_tokens=128)
+def policy(*, remainder: bool = False) -> KVzip:
+    return KVzip(PROMPTS, scoring="local", chunk_tokens=128, remainder=remainder)
 
 
 def sequence(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvkeep_service.auto_ratio import MARGIN, AutoRatio
+from kvkeep_service.auto_ratio import MARGIN, REMAINDER_MARGIN, AutoRatio
 from kvkeep_service.engine.attention import AttentionPass
 from kvkeep_service.engine.cache import Tail
 from kvkeep_service.engine.checking import LossUnreachable
@@ -199,6 +199,24 @@ def test_auto_builds_what_the_ratio_it_finds_would_have_built(model: LanguageMod
     chosen = measured.at(built.chosen)
     assert chosen is not None
     assert chosen.nll_kept - measured.nll_full + MARGIN * chosen.loss_error <= limit
+
+
+@pytest.mark.parametrize("remainder", [True, False])
+def test_auto_counts_fewer_standard_errors_where_there_are_remainders(
+    model: LanguageModel, remainder: bool
+) -> None:
+    document, rule = random_document(1200, seed=8), policy(remainder=remainder)
+    known = run_build(model, document, rule, (0.1, 0.3)).fidelity
+    at = known.at(0.3) if known else None
+    assert known is not None
+    assert at is not None
+    between = (MARGIN + REMAINDER_MARGIN) / 2 * at.loss_error
+    asked = AutoRatio((0.3,), at.nll_kept - known.nll_full + between, lambda ratio: (0.1, ratio))
+    if remainder:
+        assert run_build(model, document, rule, asked).chosen == 0.3
+    else:
+        with pytest.raises(LossUnreachable, match=f"the {MARGIN} standard errors"):
+            run_build(model, document, rule, asked)
 
 
 def test_auto_keeps_everything_where_no_less_will_do(model: LanguageModel) -> None:
