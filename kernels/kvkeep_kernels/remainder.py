@@ -51,7 +51,8 @@ def fit_remainders(
         head's band after band; counts [bands][num_kv_heads], rows that a band adds.
     Returns [bands, 2, num_kv_heads, CLUSTERS, head_dim] in the cache's dtype, K then V, for what is
         evicted when the bands up to this one are kept. For a cluster of which nothing is evicted
-        it has the row that the queries look at least, whose weight then counts twice.
+        it has the row that the queries look at least, whose weight then counts once more for each
+        such cluster: five times where a head keeps everything.
     Modifies: nothing. Sums and solutions are fp32. Raises: ShapeError.
     """
     num_heads, tokens, head_dim = cache.k.shape
@@ -115,10 +116,12 @@ def _of_heads(
     for members, weights in zip(evicted, seen.weights, strict=True):
         number = members.sum(dim=2, keepdim=True)
         looked_at = members * seen.attention
-        paid = looked_at.sum(dim=2, keepdim=True).clamp(min=_TINY)
+        paid = looked_at.sum(dim=2, keepdim=True)
         mean_k = members @ k / number.clamp(min=1)
         mean_v = members @ v / number.clamp(min=1)
-        value = (mean_v + looked_at @ v / paid) / 2
+        # Where nobody looks, no query tells rows apart.
+        seen_v = torch.where(paid > _TINY, looked_at @ v / paid.clamp(min=_TINY), mean_v)
+        value = (mean_v + seen_v) / 2
         missed = weights - q @ mean_k.mT
         key = mean_k + torch.cholesky_solve(q.mT @ missed, factor).mT
         fits = (key.abs() <= torch.finfo(dtype).max).all(dim=2, keepdim=True)

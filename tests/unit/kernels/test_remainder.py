@@ -133,6 +133,14 @@ def test_of_a_head_that_keeps_everything_it_is_the_row_that_is_looked_at_least()
     assert not (found[0, 0, 0] == cache.k[0, least]).all(dim=-1).any()
 
 
+def test_rows_that_nobody_looks_at_have_their_mean_value() -> None:
+    q, k = torch.zeros(1, 10, WIDTH), torch.zeros(1, 40, WIDTH)
+    q[:, :, 0], k[:, :20, 0], k[:, 20:, 0] = 30.0, 30.0, -5.0
+    cache = DenseKV(k, torch.ones(1, 40, WIDTH))
+    found = fit_remainders(q, cache, torch.arange(20), [[20]], scale=1.0)
+    torch.testing.assert_close(found[0, 1], torch.ones(1, CLUSTERS, WIDTH))
+
+
 def test_a_head_with_fewer_evicted_rows_than_clusters_has_its_own_rows() -> None:
     q, cache = look_at_everything()
     runs = [torch.arange(TOKENS - 1), torch.arange(TOKENS)]
