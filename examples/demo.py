@@ -65,7 +65,7 @@ def ask(context: Context, questions: tuple[str, ...]) -> None:
         timings = answer.timings
         console.print(
             f"  [dim]cache from {timings.source}: first token after {timings.ttft_ms:.0f} ms,"
-            f" then {timings.decode_tps:.0f} tokens/s; {answer.usage.cached_tokens} of"
+            f" then {timings.decode_tps:.1f} tokens/s; {answer.usage.cached_tokens} of"
             f" {answer.usage.prompt_tokens} prompt tokens came from the cache[/dim]"
         )
 
@@ -85,11 +85,14 @@ def show(context: Context, seconds: float) -> None:
     )
     table.add_row("full KV cache", f"{sizes.full_bytes / MIB:.1f} MiB")
     share = sizes.stored_bytes / sizes.full_bytes
-    table.add_row("stored", f"{sizes.stored_bytes / MIB:.1f} MiB ({share:.1%}), as safetensors")
+    table.add_row(
+        "stored",
+        f"{sizes.stored_bytes / MIB:.1f} MiB ({share:.1%}), as safetensors, all that stays included",
+    )
     table.add_row(
         "built in",
         f"{seconds:.1f} s (prefill {timings['prefill_s']:.1f} s,"
-        f" scoring {timings['score_s']:.1f} s)",
+        f" scoring {timings['score_s']:.1f} s, measuring what is lost {timings['fidelity_s']:.1f} s)",
     )
     console.print(table)
 

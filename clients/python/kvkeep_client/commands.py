@@ -241,12 +241,15 @@ def prefetch(
 @app.command()
 def rebuild(
     context_id: ContextId,
-    wait: Annotated[bool, typer.Option(help="Return when it is built.")] = True,
+    wait: Annotated[bool, typer.Option(help="Return when questions can be asked.")] = True,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Build a context's cache again, after a failure or to replace it."""
+    """Build a context's cache again, after a failure or to replace it.
+
+    A context that is ready stays so: its cache answers until the new one is there.
+    """
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.get(context_id).rebuild()
         _conclude(context, wait=wait, as_json=as_json)
