@@ -87,12 +87,13 @@ def show(context: Context, seconds: float) -> None:
     share = sizes.stored_bytes / sizes.full_bytes
     table.add_row(
         "stored",
-        f"{sizes.stored_bytes / MIB:.1f} MiB ({share:.1%}), as safetensors, all that stays included",
+        f"{sizes.stored_bytes / MIB:.1f} MiB ({share:.1%}), as safetensors, with all that stays",
     )
     table.add_row(
         "built in",
         f"{seconds:.1f} s (prefill {timings['prefill_s']:.1f} s,"
-        f" scoring {timings['score_s']:.1f} s, measuring what is lost {timings['fidelity_s']:.1f} s)",
+        f" scoring {timings['score_s']:.1f} s,"
+        f" measuring what is lost {timings['fidelity_s']:.1f} s)",
     )
     console.print(table)
 
