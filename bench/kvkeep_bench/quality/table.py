@@ -52,7 +52,7 @@ def _differences(records: Sequence[Record]) -> Iterator[str]:
             pairs = list(_pairs(scores, theirs))
             if len(pairs) < 2:
                 continue
-            mean, error = 100 * statistics.fmean(pairs), 100 * _standard_error(pairs)
+            mean, error = 100 * statistics.fmean(pairs), 100 * standard_error(pairs)
             interval = f"{mean - _Z95 * error:+.1f} to {mean + _Z95 * error:+.1f}"
             yield (
                 f"| {suite} | {system} | {ratio:g} | {other} "
@@ -82,9 +82,10 @@ def _flat(scores: Mapping[str, tuple[float, ...]]) -> list[float]:
 
 
 def _shown(scores: Sequence[float]) -> str:
-    error = f" ± {_standard_error(scores):.2f}" if len(scores) > 1 else ""
+    error = f" ± {standard_error(scores):.2f}" if len(scores) > 1 else ""
     return f"{statistics.fmean(scores):.2f}{error} ({len(scores)})"
 
 
-def _standard_error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values, at least two."""
     return statistics.stdev(values) / math.sqrt(len(values))
