@@ -45,7 +45,12 @@ def main() -> None:
     parser.add_argument("--max-loss", type=float, default=0.05)
     parser.add_argument("--model", default="bundled")
     asked = parser.parse_args()
-    settings = {"model": asked.model, "tokens": asked.tokens, "max_loss": asked.max_loss}
+    settings = {
+        "model": asked.model,
+        "tokens": asked.tokens,
+        "max_loss": asked.max_loss,
+        "remainder": True,
+    }
     RESULTS.parent.mkdir(exist_ok=True)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     known = {line["document"]: line for line in map(json.loads, lines) if line["run"] == settings}
