@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvkeep_bench.samples import Samples
+from kvkeep_kernels.remainder import CLUSTERS
 from kvkeep_storage.artifact import CacheRows, LayerRows, RowBytes
 from kvkeep_storage.part_digests import RangeDigests
 from kvkeep_storage.range_plan import RANGE_BYTES
@@ -26,8 +27,6 @@ Content = TypeVar("Content")
 # Eight-billion-parameter shape, and the cuts of an artifact that was built at 0.3.
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3)
-# As many as a build leaves of each head, for each cut.
-_REMAINDER_ROWS = 4
 # A commit writes two slabs at a time.
 _PARALLEL_WRITES = 2
 _MIB = 1024 * 1024
@@ -50,7 +49,7 @@ def synthetic_rows(mebibytes: int) -> CacheRows:
     share = np.diff([0.0, *RATIOS]) / RATIOS[-1]
     spread = rng.uniform(0.5, 1.5, (len(RATIOS), NUM_LAYERS, NUM_KV_HEADS))
     counts = (share[:, None, None] * mean * spread).astype(np.int32)
-    layers, remainders = [], len(RATIOS) * 2 * NUM_KV_HEADS * _REMAINDER_ROWS
+    layers, remainders = [], len(RATIOS) * 2 * NUM_KV_HEADS * CLUSTERS
     for rows in counts.sum(axis=(0, 2)).tolist():
         k, v = (_finite_numbers(rng, rows) for _ in "kv")
         remainder = _finite_numbers(rng, remainders).reshape(len(RATIOS), 2, NUM_KV_HEADS, -1)

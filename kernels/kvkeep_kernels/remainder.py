@@ -67,8 +67,8 @@ def fit_remainders(
     queries = q.float().reshape(num_heads, -1, head_dim) * scale
     kept_by = _bands_that_keep(positions.to(device), counts, lengths, tokens)
     together = max(1, _NUMBERS_AT_ONCE // (tokens * max(_COLUMNS, queries.shape[1])))
-    for heads in torch.arange(num_heads).split(together):
-        some = slice(int(heads[0]), int(heads[-1]) + 1)
+    for first in range(0, num_heads, together):
+        some = slice(first, first + together)
         k, v = cache.k[some].float(), cache.v[some].float()
         found[:, :, some] = _of_heads(queries[some], k, v, kept_by[some], bands, found.dtype)
     return found
