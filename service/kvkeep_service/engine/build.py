@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep_kernels.compaction import Selection, keep_all, select
 from kvkeep_kernels.layout import ContextRows
+from kvkeep_kernels.remainder import Clusters
 from kvkeep_service.auto_ratio import AutoRatio
 from kvkeep_service.engine.architecture import ModelShape
 from kvkeep_service.engine.cache import FullCache, ResidentContext
@@ -23,7 +24,7 @@ from kvkeep_service.engine.fidelity import Meter, sample_of
 from kvkeep_service.engine.gathering import kept_rows
 from kvkeep_service.engine.model import LanguageModel
 from kvkeep_service.engine.prefill import DocumentTokens, PrefillWatcher, prefill
-from kvkeep_service.engine.remainders import QuerySample, Remainders, fit
+from kvkeep_service.engine.remainders import QuerySample, Remainders, cluster, fit
 from kvkeep_service.engine.windows import with_windows
 from kvkeep_service.ports import Fidelity, Quantization
 
@@ -150,13 +151,15 @@ def build(
 class _Ranking:
     """All rows of a document, ranked; ``scores`` None keeps every one.
 
-    Shapes: scores [evicting layers, heads, tokens] fp32; protected [tokens] bool.
+    Shapes: scores [evicting layers, heads, tokens] fp32; protected [tokens] bool; clusters
+        [layers, heads, tokens] uint8, of rows that are to leave remainders, None for none.
     """
 
     shape: ModelShape
     policy: ScoringPolicy | None
     scores: Tensor | None
     protected: Tensor
+    clusters: Tensor | None = None
 
     @property
     def num_repeated(self) -> int:
@@ -201,7 +204,19 @@ def _ranking(
     size = (len(shape.evicting), shape.num_kv_heads, document.num_tokens)
     whole = torch.zeros(size, device=scores.device)
     whole[:, :, num_prefix:] = scores
-    return _Ranking(shape, policy, whole, protected)
+    if policy.sample is None:
+        return _Ranking(shape, policy, whole, protected)
+    clustering = cluster(cache, policy.sample, shape.num_layers, document.num_tokens)
+    while True:
+        try:
+            next(clustering)
+        except StopIteration as finished:
+            clusters: Clusters = finished.value
+            break
+        yield Progress("scoring", 0.9)
+    # A row near what would stand for it is lost without harm, however much it is looked at.
+    whole *= clusters.distance
+    return _Ranking(shape, policy, whole, protected, clusters.of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +243,9 @@ def _checked(
     sample = ranking.policy.sample if ranking.policy else None
 
     def remainders_of(selection: Selection) -> Generator[Progress, None, Remainders | None]:
-        if sample is None:
+        if sample is None or ranking.clusters is None:
             return None
-        fitting = fit(cache, selection, sample, document.num_tokens)
+        fitting = fit(cache, selection, sample, ranking.clusters, document.num_tokens)
         while True:
             try:
                 next(fitting)

@@ -7,13 +7,14 @@ its repetition looks at single rows, one after the other.
 
 from collections.abc import Generator, Sequence
 
+import torch
 from torch import Tensor
 
 from kvkeep_kernels.compaction import Selection
-from kvkeep_kernels.remainder import fit_remainders
+from kvkeep_kernels.remainder import Clusters, cluster_rows, fit_remainders
 from kvkeep_service.engine.cache import FullCache
 
-REMAINDER_VERSION = 3
+REMAINDER_VERSION = 4
 """Goes up with every change after which the same document may get other remainders."""
 SAMPLES_MAX = 64
 """Queries of a head that are kept, however long the document is."""
@@ -63,19 +64,36 @@ class QuerySample:
         return self._rows[layer, :, : self._ends[layer]], self._scales[layer]
 
 
+def cluster(
+    cache: FullCache, sample: QuerySample, num_layers: int, num_tokens: int
+) -> Generator[None, None, Clusters]:
+    """Which rows of each layer are alike; yields after each layer.
+
+    Returns both of ``Clusters`` as [layers, num_kv_heads, tokens].
+    """
+    found = []
+    for layer in range(num_layers):
+        q, scale = sample.of(layer)
+        found.append(cluster_rows(q, cache.rows(layer, 0, num_tokens), scale=scale))
+        yield
+    of, distance = zip(*found, strict=True)
+    return Clusters(torch.stack(of), torch.stack(distance))
+
+
 def fit(
-    cache: FullCache, selection: Selection, sample: QuerySample, num_tokens: int
+    cache: FullCache, selection: Selection, sample: QuerySample, clusters: Tensor, num_tokens: int
 ) -> Generator[None, None, Remainders]:
     """Remainders of every layer for each band of a selection; yields after each layer.
 
-    Of a model without windows: a tail has the same rows in front in every layer.
+    ``clusters`` is ``of`` as ``cluster`` returns it. Of a model without windows: a tail has the
+    same rows in front in every layer.
     """
     found: Tensor | None = None
     for layer, positions in enumerate(selection.positions):
         q, scale = sample.of(layer)
         counts = selection.counts[:, layer].tolist()
         rows = cache.rows(layer, 0, num_tokens)
-        own = fit_remainders(q, rows, positions, counts, scale=scale)
+        own = fit_remainders(q, rows, clusters[layer], positions, counts, scale=scale)
         if found is None:
             found = own.new_empty(len(selection.positions), *own.shape)
         found[layer] = own

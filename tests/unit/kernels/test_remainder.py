@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvkeep_kernels import remainder
 from kvkeep_kernels.layout import DenseKV, ShapeError
-from kvkeep_kernels.remainder import CLUSTERS, fit_remainders
+from kvkeep_kernels.remainder import CLUSTERS, cluster_rows, fit_remainders
 
 HEADS, GROUP, TOKENS, WIDTH, SCALE = 2, 3, 60, 8, 0.5
 COUNTS = [[5, 10], [15, 40]]
@@ -34,23 +34,85 @@ def evicted(kept: Tensor) -> Tensor:
     return mask.nonzero().flatten()
 
 
+def fit(
+    q: Tensor, cache: DenseKV, positions: Tensor, counts: list[list[int]], scale: float = SCALE
+) -> Tensor:
+    clusters = cluster_rows(q, cache, scale=scale).of
+    return fit_remainders(q, cache, clusters, positions, counts, scale=scale)
+
+
 def fitted(q: Tensor, cache: DenseKV, runs: list[Tensor]) -> Tensor:
-    return fit_remainders(q, cache, torch.cat(runs), COUNTS, scale=SCALE)
+    return fit(q, cache, torch.cat(runs), COUNTS)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(SCALE * q @ k.T, dim=-1) @ v
 
 
-def clusters(k: Tensor) -> list[Tensor]:
-    """Which rows of a head are alike, straightforwardly."""
-    centres = k[torch.linspace(0, len(k) - 1, CLUSTERS).long()]
+def own_queries(q: Tensor, head: int) -> Tensor:
+    """All queries that read a KV head, scaled."""
+    return q[head * GROUP : (head + 1) * GROUP].flatten(0, 1) * SCALE
+
+
+def clusters(q: Tensor, cache: DenseKV, head: int) -> list[Tensor]:
+    """Which rows of a head are alike, straightforwardly: by their logits and their values."""
+
+    def even(rows: Tensor) -> Tensor:
+        rows = rows - rows.mean(dim=0)
+        return rows / rows.square().sum(dim=1).mean().sqrt()
+
+    own = own_queries(q, head)
+    logits = cache.k[head] @ own.T
+    rows = torch.cat([even(logits), 2 * even(cache.v[head])], dim=1)
+    centres = rows[torch.linspace(0, len(rows) - 1, CLUSTERS).long()]
     for _ in range(10):
-        nearest = torch.cdist(k, centres).argmin(dim=1)
+        nearest = torch.cdist(rows, centres).argmin(dim=1)
         centres = torch.stack(
-            [k[nearest == n].mean(dim=0) if (nearest == n).any() else centres[n] for n in range(4)]
+            [
+                rows[nearest == n].mean(dim=0) if (nearest == n).any() else centres[n]
+                for n in range(CLUSTERS)
+            ]
         )
     return [(nearest == number).nonzero().flatten() for number in range(CLUSTERS)]
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_rows_are_alike_by_their_logits_and_their_values(
+    head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Logits are those that keys give without the penalty, to the last bits.
+    monkeypatch.setattr(remainder, "RIDGE", 1e-7)
+    q, cache = look_at_everything()
+    found = cluster_rows(q, cache, scale=SCALE).of[head]
+    for number, members in enumerate(clusters(q, cache, head)):
+        assert (found == number).nonzero().flatten().tolist() == members.tolist()
+
+
+def test_distance_is_that_of_a_value_from_the_mean_of_those_like_it() -> None:
+    q, cache = look_at_everything()
+    found = cluster_rows(q, cache, scale=SCALE)
+    usual = cache.v.norm(dim=2).mean()
+    for head in range(HEADS):
+        for number in range(CLUSTERS):
+            members = (found.of[head] == number).nonzero().flatten()
+            values = cache.v[head, members]
+            away = (values - values.mean(dim=0)).norm(dim=1) / usual
+            torch.testing.assert_close(found.distance[head, members], away, rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_like_all_others_of_its_kind_is_at_no_distance() -> None:
+    q, cache = look_at_everything()
+    cache.v[:] = cache.v[:, :1]
+    assert cluster_rows(q, cache, scale=SCALE).distance.abs().max() < 1e-5
+    cache.v[:] = 0.0
+    assert torch.equal(cluster_rows(q, cache, scale=SCALE).distance, torch.zeros(HEADS, TOKENS))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_distances_are_numbers_even_where_values_are_none(wrong: float) -> None:
+    q, cache = look_at_everything()
+    cache.v[0, 3] = wrong
+    assert torch.isfinite(cluster_rows(q, cache, scale=SCALE).distance).all()
 
 
 @pytest.mark.parametrize(("band", "head"), [(0, 0), (0, 1), (1, 0), (1, 1)])
@@ -59,11 +121,12 @@ def test_each_row_stands_for_what_its_band_evicts_of_one_cluster(band: int, head
     run = kept_positions()[head]
     found = fitted(q, cache, kept_positions())
     kept = run[: sum(COUNTS[b][head] for b in range(band + 1))]
-    own = q[head * GROUP : (head + 1) * GROUP].flatten(0, 1) * SCALE
+    own = own_queries(q, head)
+    alike = cluster_rows(q, cache, scale=SCALE).of[head]
     attention = torch.softmax(own @ cache.k[head].T, dim=1).sum(dim=0)
     seen = 0
-    for number, members in enumerate(clusters(cache.k[head])):
-        gone = members[torch.isin(members, evicted(kept))]
+    for number in range(CLUSTERS):
+        gone = evicted(kept)[alike[evicted(kept)] == number]
         if not len(gone):
             continue
         seen += 1
@@ -95,7 +158,7 @@ def test_a_band_has_the_same_one_whatever_other_bands_there_are() -> None:
     runs = kept_positions()
     both = fitted(q, cache, runs)
     firsts = [run[:count] for run, count in zip(runs, COUNTS[0], strict=True)]
-    alone = fit_remainders(q, cache, torch.cat(firsts), COUNTS[:1], scale=SCALE)
+    alone = fit(q, cache, torch.cat(firsts), COUNTS[:1])
     assert torch.equal(both[:1], alone)
 
 
@@ -103,10 +166,10 @@ def test_more_bands_than_are_computed_at_once_have_each_their_own() -> None:
     q, cache = look_at_everything()
     runs = [run[:20] for run in kept_positions()]
     counts = [[2, 2]] * 10
-    every = fit_remainders(q, cache, torch.cat(runs), counts, scale=SCALE)
+    every = fit(q, cache, torch.cat(runs), counts)
     for number in range(1, 11):
         firsts = torch.cat([run[: 2 * number] for run in runs])
-        kept = fit_remainders(q, cache, firsts, [[2 * number] * 2], scale=SCALE)
+        kept = fit(q, cache, firsts, [[2 * number] * 2])
         assert torch.equal(every[number - 1], kept[0])
 
 
@@ -124,28 +187,32 @@ def test_heads_and_queries_in_pieces_give_what_they_give_at_once(
 def test_of_a_head_that_keeps_everything_it_is_the_row_that_is_looked_at_least() -> None:
     q, cache = look_at_everything()
     runs = [torch.randperm(TOKENS), torch.randperm(TOKENS)[:50]]
-    found = fit_remainders(q, cache, torch.cat(runs), [[20, 10], [40, 40]], scale=SCALE)
+    found = fit(q, cache, torch.cat(runs), [[20, 10], [40, 40]])
     looking = q[:GROUP].flatten(0, 1).mean(dim=0)
     least = int((cache.k[0] @ looking).argmin())
     for number in range(CLUSTERS):
         assert torch.equal(found[1, 0, 0, number], cache.k[0, least])
         assert torch.equal(found[1, 1, 0, number], cache.v[0, least])
-    assert not (found[0, 0, 0] == cache.k[0, least]).all(dim=-1).any()
+    alike, gone = cluster_rows(q, cache, scale=SCALE).of[0], evicted(runs[0][:20])
+    is_least = (found[0, 0, 0] == cache.k[0, least]).all(dim=-1)
+    for number in range(CLUSTERS):
+        members = gone[alike[gone] == number].tolist()
+        assert bool(is_least[number]) == (members in ([], [least]))
 
 
 def test_rows_that_nobody_looks_at_have_their_mean_value() -> None:
     q, k = torch.zeros(1, 10, WIDTH), torch.zeros(1, 40, WIDTH)
     q[:, :, 0], k[:, :20, 0], k[:, 20:, 0] = 30.0, 30.0, -5.0
     cache = DenseKV(k, torch.ones(1, 40, WIDTH))
-    found = fit_remainders(q, cache, torch.arange(20), [[20]], scale=1.0)
+    found = fit(q, cache, torch.arange(20), [[20]], scale=1.0)
     torch.testing.assert_close(found[0, 1], torch.ones(1, CLUSTERS, WIDTH))
 
 
 def test_a_head_with_fewer_evicted_rows_than_clusters_has_its_own_rows() -> None:
     q, cache = look_at_everything()
     runs = [torch.arange(TOKENS - 1), torch.arange(TOKENS)]
-    found = fit_remainders(q, cache, torch.cat(runs), [[TOKENS - 1, TOKENS]], scale=SCALE)
-    own = q[:GROUP].flatten(0, 1) * SCALE
+    found = fit(q, cache, torch.cat(runs), [[TOKENS - 1, TOKENS]])
+    own = own_queries(q, 0)
     logit = own @ cache.k[0, -1]
     near = [(own @ found[0, 0, 0, n] - logit).abs().mean() < 0.01 for n in range(CLUSTERS)]
     assert any(near), "one of the rows weighs what the only evicted one does"
@@ -181,7 +248,7 @@ def test_wide_heads_on_several_threads_have_what_they_have_on_one() -> None:
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append(fit_remainders(q, cache, kept, counts, scale=0.1))
+            found.append(fit(q, cache, kept, counts, scale=0.1))
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
@@ -208,5 +275,16 @@ def test_queries_of_zero_give_mean_keys() -> None:
 )
 def test_shapes_that_disagree_are_named(q: Tensor, counts: list[list[int]], named: str) -> None:
     _, cache = look_at_everything()
+    clusters = torch.zeros(HEADS, TOKENS, dtype=torch.uint8)
     with pytest.raises(ShapeError, match=f"^{named}"):
-        fit_remainders(q, cache, torch.cat(kept_positions()), counts, scale=SCALE)
+        fit_remainders(q, cache, clusters, torch.cat(kept_positions()), counts, scale=SCALE)
+    if named == "q":
+        with pytest.raises(ShapeError, match=r"^q"):
+            cluster_rows(q, cache, scale=SCALE)
+
+
+def test_clusters_of_other_rows_are_refused() -> None:
+    q, cache = look_at_everything()
+    clusters = torch.zeros(HEADS, TOKENS - 1, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match=r"^clusters"):
+        fit_remainders(q, cache, clusters, torch.cat(kept_positions()), COUNTS, scale=SCALE)

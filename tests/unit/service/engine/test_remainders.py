@@ -1,16 +1,20 @@
 """What stands for evicted rows reaches attention, in every way a question is read."""
 
+from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from kvkeep_kernels.compaction import select
 from kvkeep_kernels.layout import RaggedKV
-from kvkeep_kernels.remainder import CLUSTERS
+from kvkeep_kernels.remainder import CLUSTERS, cluster_rows
 from kvkeep_service.engine.build import BuiltCache
-from kvkeep_service.engine.cache import ContextView, ResidentContext
+from kvkeep_service.engine.cache import ContextView, FullCache, ResidentContext
 from kvkeep_service.engine.decode import Sequence, SequenceOptions, decode_step, prefill_question
 from kvkeep_service.engine.model import LanguageModel
+from kvkeep_service.engine.prefill import prefill as read_document
 from kvkeep_service.engine.remainders import SAMPLES_MAX, QuerySample
 from kvkeep_service.engine.tail_batch import TailBatch
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
@@ -72,14 +76,40 @@ def test_each_ratio_has_its_own() -> None:
     assert all(not torch.equal(a.k, b.k) for a, b in zip(low, high, strict=True))
 
 
-def test_without_it_nothing_comes_first_and_rows_are_the_same() -> None:
+def drained(steps: Generator[object, None, Any]) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as finished:
+            return finished.value
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+def test_what_is_kept_is_far_from_what_would_stand_for_it(remainder: bool) -> None:
     model = engine_model(stock_model("llama"))
-    plain, ours = built(model, remainder=False).context, built(model).context
+    document, shape = random_document(310, prefix=4, seed=2), model.shape
+    cache = FullCache(shape, document.num_tokens, dtype=model.dtype, device=model.device)
+    drained(read_document(model, cache, document, None))
+    policy = KVzip(PROMPTS, scoring="local", chunk_tokens=100, remainder=True)
+    scores = torch.zeros(shape.num_layers, shape.num_kv_heads, document.num_tokens)
+    scores[:, :, document.num_prefix :] = drained(policy.score(model, cache, document))
+    assert policy.sample is not None
+    for layer in range(shape.num_layers if remainder else 0):
+        q, scale = policy.sample.of(layer)
+        rows = cache.rows(layer, 0, document.num_tokens)
+        scores[layer] *= cluster_rows(q, rows, scale=scale).distance
+    protected = torch.arange(document.num_tokens) < document.num_prefix
+    expected = select(scores, protected, RATIOS)
+    found = built(model, remainder=remainder)
+    assert torch.equal(found.selection.counts, expected.counts)
+    for one, other in zip(found.selection.positions, expected.positions, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_it_nothing_comes_first() -> None:
+    plain = built(engine_model(stock_model("llama")), remainder=False).context
     assert plain.remainders is None
     assert plain.view(0.3).lead == ()
-    for one, other in zip(plain.layers, ours.layers, strict=True):
-        assert torch.equal(one.k, other.k)
-        assert torch.equal(one.v, other.v)
 
 
 def sequence(model: LanguageModel, view: ContextView, question: list[int]) -> Sequence:
