@@ -43,7 +43,7 @@ class Compression(Strict):
     normalization: Literal["none", "kvzip_plus"] = "none"
     """With "kvzip_plus" attention is weighed by what values add to the hidden state."""
     remainder: bool = True
-    """Whether four rows of each head stand for those that kvzip evicts; false: as published."""
+    """Whether eight rows of each head stand for those that kvzip evicts; false: as published."""
     quantization: Quantization = "none"
     """Numbers are kept as they are, or in 8 ("int8", "fp8") or 4 bits with a scale for each row."""
 
