@@ -93,6 +93,7 @@ def show(context: Context, seconds: float) -> None:
         "built in",
         f"{seconds:.1f} s (prefill {timings['prefill_s']:.1f} s,"
         f" scoring {timings['score_s']:.1f} s,"
+        f" remainders {timings['remainder_s']:.1f} s,"
         f" measuring what is lost {timings['fidelity_s']:.1f} s)",
     )
     console.print(table)

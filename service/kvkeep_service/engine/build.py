@@ -140,7 +140,8 @@ def build(
     timings = {
         "prefill_s": prefilled - started,
         "score_s": scored - prefilled,
-        "fidelity_s": measured - scored,
+        "remainder_s": checked.remainder_s,
+        "fidelity_s": measured - scored - checked.remainder_s,
         "compact_s": time.perf_counter() - measured,
     }
     applied = policy.name if policy else "none"
@@ -221,10 +222,13 @@ def _ranking(
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
+    """``remainder_s``: seconds of fitting remainders, which fall between those of measuring."""
+
     selection: Selection
     remainders: Remainders | None
     fidelity: Fidelity | None
     chosen: float | None
+    remainder_s: float
 
 
 def _checked(
@@ -241,16 +245,20 @@ def _checked(
     What stands for evicted rows is fitted first: it is measured with the rest.
     """
     sample = ranking.policy.sample if ranking.policy else None
+    remainder_s = 0.0
 
     def remainders_of(selection: Selection) -> Generator[Progress, None, Remainders | None]:
+        nonlocal remainder_s
         if sample is None or ranking.clusters is None:
             return None
+        started = time.perf_counter()
         fitting = fit(cache, selection, sample, ranking.clusters, document.num_tokens)
         while True:
             try:
                 next(fitting)
             except StopIteration as finished:
                 remainders: Remainders = finished.value
+                remainder_s += time.perf_counter() - started
                 return remainders
             yield Progress("checking", 0.91)
 
@@ -279,7 +287,7 @@ def _checked(
     if auto is not None and chosen is not None:
         selection = ranking.select(auto.cuts(chosen))
         remainders = yield from remainders_of(selection)
-    return _Checked(selection, remainders, meter.fidelity(), chosen)
+    return _Checked(selection, remainders, meter.fidelity(), chosen, remainder_s)
 
 
 class RatioMissed(RuntimeError):
