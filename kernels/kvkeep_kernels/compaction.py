@@ -47,6 +47,39 @@ def kept_count(ratio: float, num_heads_total: int, num_eligible_tokens: int) -> 
     return min(eligible, max(num_heads_total, int(ratio * eligible + 0.5)))
 
 
+LEAST_SHARE = 10
+"""Of an equal share of what is kept, a head gets one row in so many at least: ``shared_out``."""
+
+
+def shared_out(scores: Tensor, protected: Tensor) -> Tensor:
+    """Scores in the same order, but for each head's best rows, which come earlier.
+
+    However many rows are kept, each head then keeps one for every ``LEAST_SHARE`` that an equal
+    share would give it. A row's place is the earlier of its rank among all rows and its rank in its
+    head times ``LEAST_SHARE`` times the number of heads, so lower ratios stay prefixes of higher.
+    Shapes: as for ``select``. Returns [layers, heads, tokens] fp32; 0 where protected.
+    Modifies: nothing. Ties: as in ``select``. Raises: ShapeError, when a score is not finite.
+    Source: the safeguard of Ada-KV (arXiv 2407.11550), made an order of all rows.
+    """
+    num_layers, num_heads, _ = scores.shape
+    _check_finite(scores, protected)
+    free = torch.nonzero(~protected).flatten().to(scores.device)
+    eligible = scores.float()[:, :, free] + 0.0
+    heads = num_layers * num_heads
+    overall = _ranks(eligible.reshape(1, -1)).view(eligible.shape)
+    own = _ranks(eligible.reshape(heads, -1)).view(eligible.shape)
+    placed = torch.zeros_like(scores, dtype=torch.float32)
+    placed[:, :, free] = -torch.minimum(overall, own * (LEAST_SHARE * heads)).float()
+    return placed
+
+
+def _ranks(rows: Tensor) -> Tensor:
+    """Each one's place in its row [n, m], highest first, by the order of ``select``."""
+    order = torch.sort(rows, dim=1, descending=True, stable=True).indices
+    places = torch.arange(rows.shape[1], device=rows.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places)
+
+
 def select(scores: Tensor, protected: Tensor, ratios: Sequence[float]) -> Selection:
     """Choose rows over all layers and heads at once.
 
@@ -113,6 +146,10 @@ def _check_selection(scores: Tensor, protected: Tensor, ratios: Sequence[float])
     ascending = all(low < high for low, high in pairwise(ratios))
     if not ratios or not ascending or not 0 < ratios[0] <= ratios[-1] <= 1:
         raise ShapeError("ratios", tuple(ratios), "ascending within (0, 1]")
+    _check_finite(scores, protected)
+
+
+def _check_finite(scores: Tensor, protected: Tensor) -> None:
     if not bool(torch.isfinite(scores[:, :, ~protected]).all()):
         raise ShapeError("scores", "a value that is not finite", "finite unprotected scores")
 

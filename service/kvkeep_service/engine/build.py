@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvkeep_kernels.compaction import Selection, keep_all, select
+from kvkeep_kernels.compaction import Selection, keep_all, select, shared_out
 from kvkeep_kernels.layout import ContextRows
 from kvkeep_kernels.remainder import Clusters
 from kvkeep_service.auto_ratio import AutoRatio
@@ -215,8 +215,9 @@ def _ranking(
             clusters: Clusters = finished.value
             break
         yield Progress("scoring", 0.9)
-    # A row near what would stand for it is lost without harm, however much it is looked at.
-    whole *= clusters.distance
+    # A row near what would stand for it is lost without harm, however much it is looked at. And
+    # what stands for nearly all of a head does not do for each of its rows.
+    whole = shared_out(whole * clusters.distance, protected)
     return _Ranking(shape, policy, whole, protected, clusters.of)
 
 

@@ -14,7 +14,7 @@ from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.remainder import Clusters, cluster_rows, fit_remainders
 from kvkeep_service.engine.cache import FullCache
 
-REMAINDER_VERSION = 4
+REMAINDER_VERSION = 5
 """Goes up with every change after which the same document may get other remainders."""
 SAMPLES_MAX = 64
 """Queries of a head that are kept, however long the document is."""

@@ -5,7 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep_kernels.compaction import Selection, compact, keep_all, kept_count, select
+from kvkeep_kernels.compaction import (
+    LEAST_SHARE,
+    Selection,
+    compact,
+    keep_all,
+    kept_count,
+    select,
+    shared_out,
+)
 from kvkeep_kernels.layout import DenseKV, ShapeError
 from kvkeep_kernels.reference import total_order
 
@@ -97,6 +105,64 @@ def test_a_score_that_is_not_finite_is_refused_unless_it_is_protected() -> None:
 def test_ratios_that_do_not_ascend_within_0_and_1_are_refused(ratios: tuple[float, ...]) -> None:
     with pytest.raises(ShapeError, match=r"^ratios: "):
         select(torch.zeros(1, 1, 4), torch.zeros(4, dtype=torch.bool), ratios)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3, 0.55, 1.0])
+def test_of_scores_shared_out_a_head_keeps_its_best_rows_and_no_less_than_its_share(
+    ratio: float,
+) -> None:
+    torch.manual_seed(0)
+    scores = torch.rand(3, 2, 400)
+    scores[0] *= 1e-6
+    protected = torch.arange(400) < 7
+    found = select(shared_out(scores, protected), protected, (ratio,))
+    total_heads = 6
+    share = found.num_selected / total_heads / LEAST_SHARE
+    for layer, positions in enumerate(found.positions):
+        lengths = found.counts[0, layer].tolist()
+        for head, run in enumerate(positions.split(lengths)):
+            own = run[7:]
+            assert len(own) >= int(share)
+            best = scores[layer, head, 7:].sort(descending=True).indices[: len(own)] + 7
+            assert torch.equal(own, best)
+    lengths = found.counts[0, 0] - 7
+    if ratio < 0.55:
+        assert all(int(length) <= share + 1 for length in lengths), "and no more for nothing"
+
+
+def test_of_scores_shared_out_a_lower_ratio_is_a_prefix_of_a_higher_one() -> None:
+    torch.manual_seed(0)
+    scores = torch.rand(2, 2, 300) * torch.tensor([1.0, 1e-3])[:, None, None]
+    protected = torch.zeros(300, dtype=torch.bool)
+    placed = shared_out(scores, protected)
+    both = select(placed, protected, (0.2, 0.5))
+    alone = select(placed, protected, (0.2,))
+    assert torch.equal(both.counts[0], alone.counts[0])
+    for layer, positions in enumerate(both.positions):
+        runs = positions.split(both.counts[:, layer].sum(dim=0).tolist())
+        firsts = [run[:count] for run, count in zip(runs, both.counts[0, layer], strict=True)]
+        assert torch.equal(torch.cat(firsts), alone.positions[layer])
+
+
+def test_scores_that_heads_share_anyway_stay_in_their_order() -> None:
+    torch.manual_seed(0)
+    scores = torch.rand(2, 3, 200)
+    protected = torch.arange(200) % 50 == 0
+    placed, plain = (
+        select(one, protected, (0.1, 0.4)) for one in (shared_out(scores, protected), scores)
+    )
+    assert torch.equal(placed.counts, plain.counts)
+    assert all(map(torch.equal, placed.positions, plain.positions))
+
+
+def test_scores_that_are_not_finite_are_not_shared_out() -> None:
+    scores = torch.rand(1, 2, 10)
+    scores[0, 1, 3] = torch.nan
+    protected = torch.zeros(10, dtype=torch.bool)
+    with pytest.raises(ShapeError, match=r"^scores"):
+        shared_out(scores, protected)
+    protected[3] = True
+    assert torch.isfinite(shared_out(scores, protected)).all()
 
 
 def test_compact_gathers_the_rows_it_was_told_and_aliases_nothing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeep_kernels.compaction import select
+from kvkeep_kernels.compaction import select, shared_out
 from kvkeep_kernels.layout import RaggedKV
 from kvkeep_kernels.remainder import CLUSTERS, cluster_rows
 from kvkeep_service.engine.build import BuiltCache
@@ -85,7 +85,9 @@ def drained(steps: Generator[object, None, Any]) -> Any:
 
 
 @pytest.mark.parametrize("remainder", [False, True])
-def test_what_is_kept_is_far_from_what_would_stand_for_it(remainder: bool) -> None:
+def test_what_is_kept_is_far_from_what_stands_for_it_and_of_every_head(
+    remainder: bool,
+) -> None:
     model = engine_model(stock_model("llama"))
     document, shape = random_document(310, prefix=4, seed=2), model.shape
     cache = FullCache(shape, document.num_tokens, dtype=model.dtype, device=model.device)
@@ -99,7 +101,7 @@ def test_what_is_kept_is_far_from_what_would_stand_for_it(remainder: bool) -> No
         rows = cache.rows(layer, 0, document.num_tokens)
         scores[layer] *= cluster_rows(q, rows, scale=scale).distance
     protected = torch.arange(document.num_tokens) < document.num_prefix
-    expected = select(scores, protected, RATIOS)
+    expected = select(shared_out(scores, protected) if remainder else scores, protected, RATIOS)
     found = built(model, remainder=remainder)
     assert torch.equal(found.selection.counts, expected.counts)
     for one, other in zip(found.selection.positions, expected.positions, strict=True):
