@@ -27,6 +27,7 @@ from kvkeep_service.engine.fidelity import LEAD_TOKENS, SPAN_TOKENS, sample_of
 from kvkeep_service.engine.model import LanguageModel, load_model
 from kvkeep_service.engine.passes import QuestionPass
 from kvkeep_service.engine.prefill import DocumentTokens
+from kvkeep_service.engine.remainders import REMAINDER_VERSION
 from kvkeep_service.plan import BANDS, band_ratios
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts, chunk_tokens
 
@@ -49,7 +50,7 @@ def main() -> None:
         "model": asked.model,
         "tokens": asked.tokens,
         "max_loss": asked.max_loss,
-        "remainder": True,
+        "remainder": REMAINDER_VERSION,
     }
     RESULTS.parent.mkdir(exist_ok=True)
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []

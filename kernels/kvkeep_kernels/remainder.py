@@ -12,8 +12,9 @@ to what the evicted rows of the cluster weigh together:
 
     k = argmin over k of  sum over q of (q . k - log sum exp(q . k_i))^2 + penalty |k - mean k_i|^2
 
-What is lost with a row is then no longer its value, but how far that is from its cluster's mean:
-``Clusters.distance``, by which scores are to be multiplied before rows are chosen.
+What is lost with a row is then no longer all of its value, but how far that is from its cluster's
+mean, and that it was looked at more or less than those: ``Clusters.loss``, by which scores are to
+be multiplied before rows are chosen.
 
 Source: ours, k-means and ridge regression. That the weight of each head should be kept, by closed
 forms over sampled queries, is the idea of Attention Matching (arXiv 2602.16284), which gives every
@@ -36,6 +37,8 @@ RIDGE = 0.01
 _ROUNDS = 10
 _CLUSTERED_ROWS = 512
 """Clusters are found among so many rows, evenly spread; then each row goes to the nearest."""
+_WEIGHT_LOSS = 0.3
+"""What is lost with a row whose value others have too: in the first layer every repeated word."""
 _VALUES_SHARE = 2.0
 """How much more two values count than two keys that are as far apart for their head."""
 _BANDS_AT_ONCE = 4
@@ -43,7 +46,7 @@ _BANDS_AT_ONCE = 4
 few columns of products of one shape, the same bit for bit whatever other bands there are."""
 _COLUMNS = _BANDS_AT_ONCE * CLUSTERS
 _NUMBERS_AT_ONCE = 4_000_000
-"""Bounds each scratch buffer, however long the document is."""
+"""Bounds each scratch buffer, or it holds one head's rows."""
 _LEAST_PENALTY = 1e-6
 _TINY = 1e-30
 
@@ -51,12 +54,13 @@ _TINY = 1e-30
 class Clusters(NamedTuple):
     """Which rows of a layer are alike.
 
-    of [num_kv_heads, tokens] uint8, the cluster of each row; distance [num_kv_heads, tokens] fp32,
-    of its value from the cluster's mean, as a share of the mean length of the layer's values.
+    of [num_kv_heads, tokens] uint8, the cluster of each row; loss [num_kv_heads, tokens] fp32, what
+    is lost with a row for the attention that it gets: ``_WEIGHT_LOSS``, and the distance of its
+    value from the cluster's mean, as a share of the mean length of the layer's values.
     """
 
     of: Tensor
-    distance: Tensor
+    loss: Tensor
 
 
 def cluster_rows(q: Tensor, cache: DenseKV, *, scale: float) -> Clusters:
@@ -82,7 +86,8 @@ def cluster_rows(q: Tensor, cache: DenseKV, *, scale: float) -> Clusters:
         total += torch.linalg.vector_norm(v, dim=2).sum()
     usual = total / (num_heads * tokens)
     # Of values that are not finite nothing is far; whoever stores rows refuses them.
-    return Clusters(of, torch.nan_to_num(distance / usual.clamp(min=_TINY), posinf=0.0))
+    away = torch.nan_to_num(distance / usual.clamp(min=_TINY), posinf=0.0)
+    return Clusters(of, away + _WEIGHT_LOSS)
 
 
 def fit_remainders(

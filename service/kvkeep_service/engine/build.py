@@ -139,8 +139,8 @@ def build(
     )
     timings = {
         "prefill_s": prefilled - started,
-        "score_s": scored - prefilled,
-        "remainder_s": checked.remainder_s,
+        "score_s": scored - prefilled - ranking.cluster_s,
+        "remainder_s": ranking.cluster_s + checked.remainder_s,
         "fidelity_s": measured - scored - checked.remainder_s,
         "compact_s": time.perf_counter() - measured,
     }
@@ -153,7 +153,8 @@ class _Ranking:
     """All rows of a document, ranked; ``scores`` None keeps every one.
 
     Shapes: scores [evicting layers, heads, tokens] fp32; protected [tokens] bool; clusters
-        [layers, heads, tokens] uint8, of rows that are to leave remainders, None for none.
+        [layers, heads, tokens] uint8, of rows that are to leave remainders, None for none, and
+        ``cluster_s`` the seconds that finding them took.
     """
 
     shape: ModelShape
@@ -161,6 +162,7 @@ class _Ranking:
     scores: Tensor | None
     protected: Tensor
     clusters: Tensor | None = None
+    cluster_s: float = 0.0
 
     @property
     def num_repeated(self) -> int:
@@ -207,6 +209,7 @@ def _ranking(
     whole[:, :, num_prefix:] = scores
     if policy.sample is None:
         return _Ranking(shape, policy, whole, protected)
+    started = time.perf_counter()
     clustering = cluster(cache, policy.sample, shape.num_layers, document.num_tokens)
     while True:
         try:
@@ -215,10 +218,11 @@ def _ranking(
             clusters: Clusters = finished.value
             break
         yield Progress("scoring", 0.9)
-    # A row near what would stand for it is lost without harm, however much it is looked at. And
-    # what stands for nearly all of a head does not do for each of its rows.
-    whole = shared_out(whole * clusters.distance, protected)
-    return _Ranking(shape, policy, whole, protected, clusters.of)
+    # A row near what would stand for it can be spared, however much it is looked at. And what
+    # stands for nearly all of a head does not do for each of its rows.
+    whole = shared_out(whole * clusters.loss, protected)
+    spent = time.perf_counter() - started
+    return _Ranking(shape, policy, whole, protected, clusters.of, spent)
 
 
 @dataclass(frozen=True, slots=True)

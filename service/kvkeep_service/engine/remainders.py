@@ -14,7 +14,7 @@ from kvkeep_kernels.compaction import Selection
 from kvkeep_kernels.remainder import Clusters, cluster_rows, fit_remainders
 from kvkeep_service.engine.cache import FullCache
 
-REMAINDER_VERSION = 5
+REMAINDER_VERSION = 6
 """Goes up with every change after which the same document may get other remainders."""
 SAMPLES_MAX = 64
 """Queries of a head that are kept, however long the document is."""
@@ -76,8 +76,8 @@ def cluster(
         q, scale = sample.of(layer)
         found.append(cluster_rows(q, cache.rows(layer, 0, num_tokens), scale=scale))
         yield
-    of, distance = zip(*found, strict=True)
-    return Clusters(torch.stack(of), torch.stack(distance))
+    of, loss = zip(*found, strict=True)
+    return Clusters(torch.stack(of), torch.stack(loss))
 
 
 def fit(

@@ -122,6 +122,18 @@ def test_with_remainders_first_words_are_nearer_to_those_of_the_full_cache(
         assert surprise(full, ours) < 0.8 * surprise(full, bare)
 
 
+def test_of_one_word_again_and_again_more_rows_are_no_worse(bundled: LoadedModel) -> None:
+    # In the first layer all of its values are alike: what is lost is how much each is looked at.
+    template = bundled.template
+    ids = template.document_piece("lighthouse " * 500).ids
+    prefix = template.prefix_ids(template.frame().prefix)
+    repeated = DocumentTokens(prefix, ids, torch.zeros(len(ids), dtype=torch.bool))
+    context = built_with(bundled, repeated, "local", 512, remainder=True).context
+    full, low, high = (first_words(bundled, context.view(r)) for r in (1.0, 0.1, 0.3))
+    assert surprise(full, high) < 0.008
+    assert surprise(full, high) < surprise(full, low)
+
+
 def first_words(bundled: LoadedModel, view: ContextView) -> torch.Tensor:
     """Log-probabilities of an answer's first token, [questions, vocabulary]."""
     model, found = bundled.language_model, []

@@ -99,7 +99,7 @@ def test_what_is_kept_is_far_from_what_stands_for_it_and_of_every_head(
     for layer in range(shape.num_layers if remainder else 0):
         q, scale = policy.sample.of(layer)
         rows = cache.rows(layer, 0, document.num_tokens)
-        scores[layer] *= cluster_rows(q, rows, scale=scale).distance
+        scores[layer] *= cluster_rows(q, rows, scale=scale).loss
     protected = torch.arange(document.num_tokens) < document.num_prefix
     expected = select(shared_out(scores, protected) if remainder else scores, protected, RATIOS)
     found = built(model, remainder=remainder)
