@@ -264,7 +264,8 @@ class StandIn:
             case "GET", ["events"]:
                 return StreamingResponse(self._build(context_id), media_type="text/event-stream")
             case "POST", ["rebuild"]:
-                context |= {"status": "queued", "error": None}
+                if context["status"] != "ready":
+                    context |= {"status": "queued", "error": None}
                 return JSONResponse(context, 202)
             case "POST", ["prefetch"]:
                 return JSONResponse(context, 202)

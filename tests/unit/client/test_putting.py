@@ -82,6 +82,11 @@ def test_put_of_a_failing_build_exits_with_one(server: StandIn, run: Run, lease:
     built = run("rebuild", context_id)
     assert (built.exit_code, built.stdout) == (0, "")
     assert "ready: 10 tokens" in built.stderr
+    again = run("rebuild", context_id)
+    assert (again.exit_code, again.stdout) == (0, "")
+    assert "answers from the cache it has until the new one is there" in again.stderr
+    assert f"kvkeep show {context_id} says how far" in again.stderr
+    assert "ready: 10 tokens" not in again.stderr
 
 
 def test_put_of_a_server_that_dies_has_told_the_id_and_says_how_to_go_on(
