@@ -23,9 +23,9 @@ from kvkeep_client.choices import Normalization, Policy, Quantization, Scoring
 from kvkeep_client.client import KVKeep
 from kvkeep_client.contexts import Context
 from kvkeep_client.errors import KVKeepError, ServerUnreachable
-from kvkeep_client.failures import going_on, problem, told
+from kvkeep_client.failures import going_on, problem, replacing, told
 from kvkeep_client.shown import details, row, summary
-from kvkeep_client.terminal import called, say, typed_lines, write_answer, write_json, write_line
+from kvkeep_client.terminal import say, typed_lines, write_answer, write_json, write_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -246,16 +246,11 @@ def rebuild(
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Build a context's cache again, after a failure or to replace it.
-
-    A context that is ready stays so: its cache answers until the new one is there.
-    """
+    """Build a context's cache again; a ready one answers from the old cache meanwhile."""
     with _connected(url, api_key, as_json=as_json) as kv:
         context = kv.contexts.get(context_id).rebuild()
         if context.status == "ready" and not as_json:
-            # Its summary would tell of the cache that is to be replaced.
-            how_far = f"{called('kvkeep')} show {context_id} says how far that is"
-            say(f"building: it answers from the cache it has until the new one is there; {how_far}")
+            say(replacing(context_id))
         else:
             _conclude(context, wait=wait, as_json=as_json)
 

@@ -39,6 +39,14 @@ def going_on(context_id: str) -> str:
     )
 
 
+def replacing(context_id: str) -> str:
+    """What is so of a ready context while its cache is built again."""
+    return (
+        "building: it answers from the cache it has until the new one is there;"
+        f" {called('kvkeep')} show {context_id} says how far that is"
+    )
+
+
 def _advice(error: KVKeepError) -> list[str]:
     lines = []
     match error:
