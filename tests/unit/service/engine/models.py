@@ -1,6 +1,7 @@
 """Models for engine tests: tiny random ones of each architecture, and the bundled real one."""
 
 import copy
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -146,6 +147,15 @@ def random_document(tokens: int, *, prefix: int = 5, seed: int = 0) -> DocumentT
     return DocumentTokens(ids[:prefix], ids[prefix:], torch.zeros(tokens, dtype=torch.bool))
 
 
+def drained(steps: Generator[object, None, Any]) -> Any:
+    """What a generator returns, once all of its steps were taken."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as finished:
+            return finished.value
+
+
 def run_build(
     model: LanguageModel,
     document: DocumentTokens,
@@ -155,9 +165,5 @@ def run_build(
 ) -> BuiltCache:
     """Run a build to its end."""
     steps = build(model, document, policy=policy, ratios=ratios, quantization=quantization)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as finished:
-            built: BuiltCache = finished.value
-            return built
+    built: BuiltCache = drained(steps)
+    return built

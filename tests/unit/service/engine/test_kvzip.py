@@ -23,7 +23,7 @@ from kvkeep_service.policies.kvzip import (
 )
 
 from .masked_reference import MaskedReference
-from .models import KINDS, engine_model, random_document, run_build, stock_model
+from .models import KINDS, drained, engine_model, random_document, run_build, stock_model
 
 PROMPTS = RepeatPrompts(first=(1, 2, 3), later=(4, 5), turn_end=(6, 7))
 CHUNK = 60
@@ -46,12 +46,7 @@ def our_scores(
         neighbours=neighbours,
         chunk_tokens=CHUNK,
     )
-    steps = policy.score(model, cache, document)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as finished:
-            return finished.value
+    return drained(policy.score(model, cache, document))
 
 
 def plus_score(reference: MaskedReference, layer: int, begin: int, end: int, num_prefix: int):

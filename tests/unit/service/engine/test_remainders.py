@@ -1,8 +1,6 @@
 """What stands for evicted rows reaches attention, in every way a question is read."""
 
-from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from kvkeep_service.engine.tail_batch import TailBatch
 from kvkeep_service.policies.kvzip import KVzip, RepeatPrompts
 
 from .gated import WORDS
-from .models import engine_model, random_document, run_build, stock_model
+from .models import drained, engine_model, random_document, run_build, stock_model
 from .test_exactness import QUESTION, decode_logits
 
 RATIOS = (0.1, 0.3, 1.0)
@@ -74,14 +72,6 @@ def test_each_ratio_has_its_own() -> None:
     context = built(engine_model(stock_model("llama"))).context
     low, high = (context.view(ratio).lead for ratio in (0.1, 0.3))
     assert all(not torch.equal(a.k, b.k) for a, b in zip(low, high, strict=True))
-
-
-def drained(steps: Generator[object, None, Any]) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as finished:
-            return finished.value
 
 
 @pytest.mark.parametrize("remainder", [False, True])
